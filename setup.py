@@ -1,0 +1,18 @@
+"""Package metadata lives in pyproject.toml; this file only adds the optional C++ index builders.
+
+Without a compiler or pybind11 the package installs all the same and uses the numpy twin in ``megatron/data/helpers.py``.
+"""
+
+from setuptools import setup
+
+try:
+    from pybind11.setup_helpers import Pybind11Extension, build_ext
+
+    extension = Pybind11Extension("megatron.data.helpers_cpp", ["megatron/data/helpers.cpp"], cxx_std=17)
+    extension.extra_compile_args += ["-O3"]
+    extension.optional = True  # a failed build leaves the numpy twin
+    extensions, commands = [extension], {"build_ext": build_ext}
+except ImportError:
+    extensions, commands = [], {}
+
+setup(ext_modules=extensions, cmdclass=commands)
