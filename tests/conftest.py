@@ -1,0 +1,30 @@
+"""Fixtures shared by the whole suite."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.test_utils.gloo_pool import GlooPool
+
+
+@pytest.fixture(scope="session")
+def gloo_pool():
+    """The warm pool of gloo ranks; ``gloo_pool.run(function, world_size, *args)``."""
+    pool = GlooPool()
+    yield pool
+    pool.close()
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked ``gpu`` skip where there is no CUDA device."""
+    if not any("gpu" in item.keywords for item in items):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

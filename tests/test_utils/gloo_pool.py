@@ -1,0 +1,95 @@
+"""A warm pool of gloo ranks: processes forked once from an interpreter that has already imported torch.
+
+Importing torch costs a second or more per process; a test that needs four ranks must not pay it four times. The pool
+forks its workers at first use, keeps them between tests, and gives each task a fresh process group of the size it asks
+for. A task that raises reports its traceback; a pool with a dead or stuck worker is torn down and built anew.
+"""
+
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TASK_TIMEOUT_SECONDS = 120.0
+
+
+class WorkerError(AssertionError):
+    """A rank of the task raised; the message holds every failing rank's traceback."""
+
+
+def _serve(connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        task = connection.recv()
+        if task is None:
+            return
+        function, rank, world_size, store_path, args = task
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        os.environ.update({name: str(value) for name, value in environment.items()})
+        try:
+            store = dist.FileStore(store_path, world_size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+            connection.send((True, function(rank, world_size, *args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+        finally:
+            from megatron.core import parallel_state
+
+            parallel_state.destroy_model_parallel()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+class GlooPool:
+    """Ranks that live as long as the test session."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("fork")
+        self._workers: list[tuple[Any, Any]] = []
+
+    def _grow(self, size: int) -> None:
+        while len(self._workers) < size:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def run(self, function: Callable, world_size: int, *args: Any) -> list[Any]:
+        """``[function(rank, world_size, *args) for every rank]``, run together; raises :class:`WorkerError`."""
+        import torch  # noqa: F401  # so that the forked workers have it already
+
+        self._grow(world_size)
+        workers = self._workers[:world_size]
+        with tempfile.TemporaryDirectory() as folder:
+            store_path = os.path.join(folder, "store")
+            for rank, (_, connection) in enumerate(workers):
+                connection.send((function, rank, world_size, store_path, args))
+            replies = [self._receive(rank, connection) for rank, (_, connection) in enumerate(workers)]
+        failures = [f"rank {rank}:\n{value}" for rank, (passed, value) in enumerate(replies) if not passed]
+        if failures:
+            self.close()  # a rank that raised may have left its peers in a broken group
+            raise WorkerError("\n".join(failures))
+        return [value for _, value in replies]
+
+    def _receive(self, rank: int, connection: Any) -> tuple[bool, Any]:
+        if not connection.poll(TASK_TIMEOUT_SECONDS):
+            return False, f"no answer within {TASK_TIMEOUT_SECONDS} s"
+        try:
+            return connection.recv()
+        except EOFError:
+            return False, "the process died"
+
+    def close(self) -> None:
+        """Ends every worker."""
+        for process, connection in self._workers:
+            connection.close()
+            process.terminate()
+            process.join(5)
+        self._workers.clear()
