@@ -1,0 +1,50 @@
+"""What a hook is: an observer of the training loop. Hooks never change the run; without any, training is the same."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.train_state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What hooks need to know about the run and about this process."""
+
+    state: TrainState
+    """The live counters; at the start, those of the checkpoint that was loaded."""
+    train_iters: int
+    rank: int = 0
+    world_size: int = 1
+    data_parallel_rank: int = 0
+    device: str = "cpu"
+    """Type of the device that trains, "cpu" or "cuda"."""
+    device_name: str = "CPU"
+    """As ``torch.cuda.get_device_name()`` says; the key of the table of peaks."""
+
+    @property
+    def is_log_rank(self) -> bool:
+        """The last rank logs: it is the one that holds the loss under pipeline parallelism."""
+        return self.rank == self.world_size - 1
+
+
+class Hook:
+    """The calls of the loop, in their order. Each does nothing unless a hook says otherwise."""
+
+    def on_train_start(self, run: RunInfo) -> None:
+        """Once, after a checkpoint was loaded and before the first iteration."""
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        """After each iteration; ``state`` already counts it."""
+
+    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
+        """After each evaluation, all of its data sets at once."""
+
+    def on_save(self, state: TrainState) -> None:
+        """Just *before* the checkpoint of ``state.iteration`` is written, so that what was logged outlives it."""
+
+    def on_saved(self, state: TrainState) -> None:
+        """After that checkpoint is complete."""
+
+    def on_train_end(self, state: TrainState) -> None:
+        """Last call, also when training ends by an error: flush and close."""

@@ -1,0 +1,149 @@
+"""The lines that people watch and scripts parse, on the standard output of the last rank.
+
+Their grammar is fixed (docs/logging.md): fields, formats and order are those of Megatron-LM, so that existing parsers
+keep working. What Megatron-LM does not print (tokens per second, MFU) has a line of its own, never a new field.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TextIO
+
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.interval import Interval, IntervalSummary
+from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.throughput import Throughput, cuda_memory_megabytes
+from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+class StdoutHandler(logging.StreamHandler):
+    """Writes to whatever ``sys.stdout`` is now. A full disk or a closed pipe gives one warning and no traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stdout)
+        self.setFormatter(logging.Formatter("%(message)s"))
+        self._failed = False
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stdout
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Follows ``sys.stdout`` only."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            logging.getLogger("megatron").warning("cannot write the log to standard output: %s", sys.exc_info()[1])
+        self._failed = True
+
+
+def stdout_logger() -> logging.Logger:
+    """The logger of all hooks that print; its lines go to standard output and nowhere else."""
+    lines = logging.getLogger("megatron.training.hooks.stdout")
+    if not lines.handlers:
+        lines.addHandler(StdoutHandler())
+    lines.setLevel(logging.INFO)
+    lines.propagate = False
+    return lines
+
+
+def training_line(summary: IntervalSummary, train_iters: int, tflops: float | None, now: datetime) -> str:
+    """The iteration line. ``tflops`` per device, None leaves the field out."""
+    last = summary.last
+    fields = [
+        f" [{now:%Y-%m-%d %H:%M:%S.%f}] iteration {summary.iteration:8d}/{train_iters:8d}",
+        f"consumed samples: {summary.consumed_samples:12d}",
+    ]
+    if summary.skipped_samples > 0:
+        fields.append(f"skipped samples: {summary.skipped_samples:12d}")
+    fields.append(f"elapsed time per iteration (ms): {summary.elapsed_per_iteration * 1000.0:.1f}")
+    if tflops is not None:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
+    fields.append(f"learning rate: {last.learning_rate:.6E}")
+    fields.append(f"global batch size: {last.global_batch_size:5d}")
+    fields += [f"{name}: {value:.6E}" for name, value in summary.losses.items()]
+    fields.append(f"loss scale: {last.loss_scale:.1f}")
+    if last.grad_norm is not None:
+        fields.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        fields.append(f"num zeros: {int(last.num_zeros)}")
+    if last.params_norm is not None:
+        fields.append(f"params norm: {last.params_norm:.3f}")
+    fields.append(f"number of skipped iterations: {summary.num_skipped:3d}")
+    fields.append(f"number of nan iterations: {summary.num_nan:3d}")
+    return " | ".join(fields) + " |"
+
+
+def evaluation_lines(iteration: int, result: EvalResult) -> list[str]:
+    """The evaluation line between two rules of dashes."""
+    suffix = f"-{result.dataset}" if result.dataset else ""
+    place = f"iteration {iteration}" + (f" on {result.name} set" if result.final or result.name == "test" else "")
+    line = f" validation{suffix} loss at {place} | "
+    for name, value in result.losses.items():
+        line += f"{name} value: {value:.6E} | {name} PPL: {perplexity(value):.6E} | "
+    rule = "-" * (len(line) + 1)
+    return [rule, line, rule]
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with the loss cut at 20 as in Megatron-LM: an untrained model prints a number of bounded width."""
+    return math.exp(min(20.0, loss))
+
+
+class ConsoleHook(Hook):
+    """Prints the iteration line at log points and the evaluation lines. Belongs on the last rank."""
+
+    def __init__(self, log_interval: int, throughput: Throughput | None = None):
+        self.interval = Interval(log_interval)
+        self.throughput = throughput
+        self.lines = stdout_logger()
+        self.train_iters = 0
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.train_iters = run.train_iters
+        self.interval.start(run.state)
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        summary = self.interval.add(state, metrics)
+        if summary is None:
+            return
+        if self.throughput is None:
+            self.lines.info(training_line(summary, self.train_iters, None, datetime.now()))
+            return
+        rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
+        self.lines.info(training_line(summary, self.train_iters, rate.tflops, datetime.now()))
+        self.lines.info(rate.line())
+
+    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
+        for result in results:
+            for line in evaluation_lines(state.iteration, result):
+                self.lines.info(line)
+
+
+class MemoryHook(Hook):
+    """One line with the CUDA allocator's state after the first iteration, from each tensor and pipeline rank."""
+
+    def __init__(self) -> None:
+        self.lines = stdout_logger()
+        self.rank = 0
+        self.reported = False
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.rank = run.rank
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        if self.reported:
+            return
+        self.reported = True
+        self.lines.info(memory_line(self.rank, state.iteration, cuda_memory_megabytes()))
+
+
+def memory_line(rank: int, iteration: int, megabytes: dict[str, float]) -> str:
+    """The memory line; ``megabytes`` by "allocated", "max allocated", "reserved", "max reserved"."""
+    sizes = " | ".join(f"{name}: {size:.1f}" for name, size in megabytes.items())
+    return f"[Rank {rank}] (after {iteration} iterations) memory (MB) | {sizes}"

@@ -1,0 +1,104 @@
+"""Sums over a log interval, shared by all sinks: when to log, what the losses were since, how long it took."""
+
+from dataclasses import dataclass, field
+
+from megatron.training.exit_conditions import is_log_iteration
+from megatron.training.metrics import StepMetrics, materialize
+from megatron.training.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Step:
+    """One iteration and the counters right after it."""
+
+    iteration: int
+    consumed_samples: int
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True)
+class IntervalSummary:
+    """The iterations since the last log point, all values read."""
+
+    steps: list[Step]
+    losses: dict[str, float]
+    """Means over the iterations that were not skipped; empty if all were."""
+    num_skipped: int
+    num_nan: int
+    elapsed: float
+    """Seconds of all of them."""
+    flops: float
+    """Model FLOPs of all of them, over all ranks."""
+    skipped_samples: int
+    """Of the whole run."""
+
+    @property
+    def last(self) -> StepMetrics:
+        return self.steps[-1].metrics
+
+    @property
+    def iteration(self) -> int:
+        return self.steps[-1].iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        return self.steps[-1].consumed_samples
+
+    @property
+    def elapsed_per_iteration(self) -> float:
+        return self.elapsed / len(self.steps)
+
+    @property
+    def num_tokens(self) -> float:
+        return sum(float(step.metrics.num_tokens) for step in self.steps)
+
+
+@dataclass
+class Interval:
+    """Collects iterations until a log point: every ``log_interval``, and the first iteration of a process."""
+
+    log_interval: int
+    steps: list[Step] = field(default_factory=list)
+    _first_iteration: int = 1
+    _flops: float = 0.0
+
+    def start(self, state: TrainState) -> None:
+        """Begin at the counters of ``state``."""
+        self.steps.clear()
+        self._first_iteration = state.iteration + 1
+        self._flops = state.floating_point_operations
+
+    def add(self, state: TrainState, metrics: StepMetrics) -> IntervalSummary | None:
+        """Take one iteration; the summary if it is a log point, and then the next interval begins."""
+        self.steps.append(Step(state.iteration, state.consumed_train_samples, metrics))
+        if is_log_iteration(self.log_interval, state.iteration, self._first_iteration):
+            return self.close(state)
+        return None
+
+    def close(self, state: TrainState) -> IntervalSummary | None:
+        """The summary of what was collected, None if that is nothing."""
+        if not self.steps:
+            return None
+        steps, self.steps = self.steps, []
+        materialize(step.metrics for step in steps)
+        flops = state.floating_point_operations - self._flops
+        self._flops = state.floating_point_operations
+        return IntervalSummary(
+            steps=steps,
+            losses=mean_losses(steps),
+            num_skipped=sum(step.metrics.skipped for step in steps),
+            num_nan=sum(step.metrics.nan for step in steps),
+            elapsed=sum(step.metrics.elapsed for step in steps),
+            flops=flops,
+            skipped_samples=state.skipped_train_samples,
+        )
+
+
+def mean_losses(steps: list[Step]) -> dict[str, float]:
+    """Mean of each loss over the iterations that report it and were not skipped."""
+    values: dict[str, list] = {}
+    for step in steps:
+        if not step.metrics.skipped:
+            for name, value in step.metrics.losses.items():
+                values.setdefault(name, []).append(value)
+    return {name: sum(losses) / len(losses) for name, losses in values.items()}
