@@ -1,0 +1,5 @@
+"""Transformer layers and their configuration."""
+
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+__all__ = ["MLATransformerConfig", "TransformerConfig"]

@@ -1,0 +1,37 @@
+"""Names shared by the library and its configuration. Torch-free."""
+
+from enum import Enum
+
+
+class ModelType(Enum):
+    """What the shared training loop needs to know about a model's shape."""
+
+    encoder_or_decoder = 1
+    encoder_and_decoder = 2
+
+
+class AttnBackend(str, Enum):
+    """Which kernel computes attention; members equal their names, so ``cfg.attention_backend == "flash"`` works."""
+
+    flash = "flash"
+    fused = "fused"
+    unfused = "unfused"
+    local = "local"
+    auto = "auto"
+
+
+class AttnMaskType(Enum):
+    """Which positions a query may see."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+
+
+class AttnType(Enum):
+    """Where keys and values come from."""
+
+    self_attn = 1
+    cross_attn = 2

@@ -1,0 +1,112 @@
+"""How a model is split over ranks and which number formats it computes in: the base of every library configuration.
+
+The mixins hold fields only and are shared with the command line (``megatron.training.config``), so that a field has one
+name, one default and one help text. Torch is imported only when a dtype is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megatron.core.cli import flag
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(kw_only=True)
+class ParallelismConfig:
+    """Model parallelism"""
+
+    tensor_model_parallel_size: int = 1
+    """Ranks that share every weight matrix (TP). Divides the attention heads and the feed-forward width; keep a tensor
+    group inside one node."""
+
+    pipeline_model_parallel_size: int = 1
+    """Stages that the layers are cut into (PP). Micro-batches flow through the stages one after the other."""
+
+    sequence_parallel: bool = False
+    """Split the activations between the tensor-parallel regions along the sequence too, which saves their memory at no
+    extra communication. Needs --tensor-model-parallel-size > 1."""
+
+    context_parallel_size: int = 1
+    """Ranks that share every sequence (CP), for long contexts. --seq-length must be a multiple of twice this number."""
+
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    """Inner and outer group size of two-level context parallelism; their product is --context-parallel-size."""
+
+    cp_comm_type: list[Literal["p2p", "a2a", "allgather", "a2a+p2p"]] = flag(
+        "--cp-comm-type", default_factory=lambda: ["p2p"]
+    )
+    """How context-parallel ranks exchange keys and values: once for all layers, or one value per layer."""
+
+    expert_model_parallel_size: int = 1
+    """Ranks that share the experts of a layer (EP). They are taken from the data-parallel ranks: the world size is
+    TP x PP x CP x DP, whatever EP is."""
+
+    expert_tensor_parallel_size: int | None = None
+    """Tensor-parallel ranks inside one expert; default: --tensor-model-parallel-size."""
+
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    """Micro-batches that an interleaved schedule runs on one model chunk before it turns to the next; default: the
+    number of pipeline stages."""
+
+    overlap_p2p_comm: bool = flag("--no-overlap-p2p-communication", default=True)
+    """Wait for every pipeline send and receive instead of overlapping it with computation (interleaved schedules)."""
+
+    tp_comm_overlap: bool = False
+    """Overlap tensor-parallel collectives with the matrix products beside them. Needs --sequence-parallel."""
+
+    tp_comm_overlap_cfg: str | None = None
+    """YAML file that tunes --tp-comm-overlap per operation."""
+
+    overlap_moe_expert_parallel_comm: bool = False
+    """Hide the token exchange between expert-parallel ranks behind another micro-batch's computation."""
+
+    delay_wgrad_compute: bool = False
+    """Compute weight gradients apart from input gradients, so that they can fill waiting time."""
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """Number formats of the model"""
+
+    fp16: bool = False
+    """Compute in float16 with a (by default dynamic) loss scale; the optimizer keeps float32 weights."""
+
+    bf16: bool = False
+    """Compute in bfloat16; the optimizer keeps float32 weights and gradients accumulate in float32."""
+
+    deterministic_mode: bool = False
+    """Only kernels that give the same bits every time; slower. Excludes --cross-entropy-loss-fusion and
+    --tp-comm-overlap."""
+
+
+def dtype_of(*, fp16: bool, bf16: bool) -> torch.dtype:
+    """The parameters' torch dtype under these flags; imports torch."""
+    import torch
+
+    if fp16:
+        return torch.float16
+    return torch.bfloat16 if bf16 else torch.float32
+
+
+@dataclass(kw_only=True)
+class ModelParallelConfig(ParallelismConfig, PrecisionConfig):
+    """What every parallel module needs to know; the library's base configuration."""
+
+    params_dtype: Any = None
+    """torch dtype of the parameters; None follows ``fp16`` and ``bf16``."""
+
+    pipeline_dtype: Any = None
+    """torch dtype of what pipeline stages send to each other; None: the parameters' dtype."""
+
+    virtual_pipeline_model_parallel_size: int | None = None
+    """Model chunks per pipeline rank of an interleaved schedule."""
+
+    def __post_init__(self) -> None:
+        if self.params_dtype is None:
+            self.params_dtype = dtype_of(fp16=self.fp16, bf16=self.bf16)
+        if self.pipeline_dtype is None:
+            self.pipeline_dtype = self.params_dtype

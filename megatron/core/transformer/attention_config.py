@@ -1,0 +1,97 @@
+"""Attention: kernel, softmax, query-key normalization, windows, rotary details. Fields only, torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+def parse_window(text: str) -> tuple[int, int]:
+    """``"127,0"`` -> ``(127, 0)``; also accepts parentheses and a single number for the left side."""
+    parts = [int(part) for part in text.strip("()[] ").replace(" ", ",").split(",") if part]
+    if len(parts) == 1:
+        parts.append(0)
+    if len(parts) != 2 or min(parts) < -1:
+        raise ValueError("must be two integers, -1 (unlimited) or larger, such as 127,0")
+    return parts[0], parts[1]
+
+
+def parse_layer_pattern(text: str) -> int | list[int]:
+    """An integer N ("every N-th layer") or a list of 0 and 1 per layer, also as a sum like ``[0]*3+[1]*58``."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    pattern: list[int] = []
+    for term in text.replace(" ", "").split("+"):
+        values, _, count = term.removeprefix("(").removesuffix(")").partition("]")
+        if not values.startswith("[") or (count and not count.startswith("*")):
+            raise ValueError("must be an integer or a list of 0 and 1 such as [0]*3+[1]*58")
+        ones = [int(value) for value in values[1:].split(",") if value]
+        pattern += ones * (int(count[1:]) if count else 1)
+    if not pattern or set(pattern) - {0, 1}:
+        raise ValueError("must be an integer or a list of 0 and 1 such as [0]*3+[1]*58")
+    return pattern
+
+
+@dataclass(kw_only=True)
+class AttentionConfig:
+    """Attention"""
+
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
+    """Kernel that computes attention: a flash kernel, the fused kernel of cuDNN, plain matrix products, our reference,
+    or the fastest available one."""
+
+    attention_dropout: float = 0.1
+    """Dropout probability of the attention weights."""
+
+    attention_softmax_in_fp32: bool = False
+    """Compute the softmax of attention in float32 also on the unfused path."""
+
+    apply_query_key_layer_scaling: bool = False
+    """Scale the products of queries and keys by 1 / layer number and undo it in a float32 softmax; for float16."""
+
+    qk_layernorm: bool = False
+    """Normalize queries and keys per head before the rotary embedding (Qwen3)."""
+
+    qk_l2_norm: bool = False
+    """Scale queries and keys of every head to unit length times sqrt(channels), without weights (Llama 4)."""
+
+    window_size: tuple[int, int] | None = flag("--window-size", parse=parse_window, metavar="LEFT,RIGHT")
+    """Sliding-window attention: tokens that a token sees to its left and right, such as 127,0; -1 means unlimited."""
+
+    window_attn_skip_freq: int | list[int] | None = flag(
+        "--window-attn-skip-freq", parse=parse_layer_pattern, metavar="N|LIST"
+    )
+    """Layers that keep full attention in spite of --window-size: every N-th, or those with a 0 in a list of 0 and 1."""
+
+    rotary_interleaved: bool = False
+    """Rotate neighbouring channels (0, 1), (2, 3) ... instead of (0, d/2), (1, d/2 + 1) ..."""
+
+    apply_rope_fusion: bool = flag("--no-rope-fusion", default=True)
+    """Do not use the fused rotary kernel."""
+
+    yarn_original_max_position_embeddings: int | None = None
+    """Context length that the model was trained with before YaRN stretches it."""
+
+    yarn_beta_fast: float | None = None
+    """YaRN: channels that turn more often than this within the original context stay as they are; default 32."""
+
+    yarn_beta_slow: float | None = None
+    """YaRN: channels that turn less often than this within the original context are fully interpolated; default 1."""
+
+    yarn_correction_range_round_to_int: bool = flag(
+        "--no-yarn-correction-range-round-to-int", default=True, on="--yarn-correction-range-round-to-int"
+    )
+    """Do not round the channel range that YaRN blends over to whole channels."""
+
+    rotary_scaling_factor: float = 1.0
+    """YaRN: factor by which the context is stretched."""
+
+    mscale: float = 1.0
+    """YaRN: weight of the attention temperature."""
+
+    mscale_all_dim: float = 0.0
+    """YaRN: weight of the attention temperature that acts on all channels (multi-latent attention)."""

@@ -1,0 +1,108 @@
+"""What is saved, what is loaded, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Checkpoints"""
+
+    save: str | None = None
+    """Directory that checkpoints are written to."""
+
+    save_interval: int | None = flag("--save-interval", "--persistent-save-interval")
+    """Iterations between checkpoints. Required with --save."""
+
+    save_retain_interval: int | None = None
+    """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""
+
+    load: str | None = None
+    """Directory to resume from; training starts from scratch if it holds no checkpoint, unless
+    --exit-on-missing-checkpoint is given."""
+
+    finetune: bool = False
+    """Load weights only and start at iteration 0 of the data."""
+
+    pretrained_checkpoint: str | None = None
+    """Directory of weights to start from when --load holds no checkpoint yet."""
+
+    ckpt_step: int | None = None
+    """Iteration to load instead of the latest one."""
+
+    no_save_optim: bool = False
+    """Leave the optimizer's state out of checkpoints."""
+
+    no_save_rng: bool = False
+    """Leave the random state out of checkpoints."""
+
+    no_load_optim: bool = False
+    """Do not load the optimizer's state."""
+
+    no_load_rng: bool = False
+    """Do not load the random state."""
+
+    use_checkpoint_args: bool = False
+    """Take the model's architecture from the checkpoint instead of from this command line."""
+
+    use_mp_args_from_checkpoint_args: bool = False
+    """With --use-checkpoint-args: take the model-parallel layout from the checkpoint too."""
+
+    use_tokenizer_model_from_checkpoint_args: bool = flag(
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "--disable-use-tokenizer-model-from-checkpoint-args",
+        default=True,
+    )
+    """With --use-checkpoint-args: keep this command line's tokenizer."""
+
+    exit_on_missing_checkpoint: bool = False
+    """Stop instead of starting from scratch when --load holds no checkpoint."""
+
+    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
+    """On-disk format that is written. torch_dist: any layout loads it."""
+
+    auto_detect_ckpt_format: bool = False
+    """Find out the format of what is loaded. Here that always happens."""
+
+    ckpt_convert_format: Literal["torch", "torch_dist"] | None = None
+    """Load a checkpoint, write it in this format to --ckpt-convert-save and stop."""
+
+    ckpt_convert_save: str | None = None
+    """Directory for --ckpt-convert-format."""
+
+    ckpt_fully_parallel_save: bool = flag("--no-ckpt-fully-parallel-save", default=True)
+    """Let only the first data-parallel rank write what the ranks have in common."""
+
+    ckpt_fully_parallel_load: bool = False
+    """Let data-parallel ranks each read a part and exchange it."""
+
+    ckpt_assume_constant_structure: bool = False
+    """Reuse the plan of the previous save."""
+
+    async_save: bool = False
+    """Write checkpoints in the background."""
+
+    async_strategy: Literal["nvrx", "mcore"] = "nvrx"
+    """Who writes background checkpoints."""
+
+    use_persistent_ckpt_worker: bool = False
+    """Keep one writer process for all background saves."""
+
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected",
+        "log_unexpected",
+        "log_all",
+        "raise_unexpected",
+        "raise_all",
+        "return_unexpected",
+        "return_all",
+        "ignore_all",
+    ] = "assume_ok_unexpected"
+    """What happens to missing and unused keys on load. Here they are errors unless this says otherwise."""
+
+    dist_ckpt_optim_fully_reshardable: bool = False
+    """Save optimizer state so that any layout can load it. Here that is always so."""

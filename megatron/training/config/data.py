@@ -1,0 +1,87 @@
+"""Which data, how it is split into sequences, and how it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Data and loader"""
+
+    data_path: list[str] | None = flag("--data-path", nargs="*", metavar="[WEIGHT] PREFIX")
+    """Data sets: one prefix, several, or pairs of weight and prefix; --split divides each into train, validation and
+    test. A prefix is what tools/preprocess_data.py wrote, without .bin or .idx."""
+
+    split: str | None = None
+    """Shares of training, validation and test documents of --data-path, such as 949,50,1; default: 969,30,1."""
+
+    train_data_path: list[str] | None = flag("--train-data-path", nargs="*", metavar="[WEIGHT] PREFIX")
+    """Training data, like --data-path but not split."""
+
+    valid_data_path: list[str] | None = flag("--valid-data-path", nargs="*", metavar="[WEIGHT] PREFIX")
+    """Validation data, like --data-path but not split."""
+
+    test_data_path: list[str] | None = flag("--test-data-path", nargs="*", metavar="[WEIGHT] PREFIX")
+    """Test data, like --data-path but not split."""
+
+    data_args_path: str | None = None
+    """File that holds what --data-path would, for very long lists."""
+
+    per_split_data_args_path: str | None = None
+    """JSON file with the lists "train", "valid" and "test", each like --train-data-path."""
+
+    mock_data: bool = False
+    """Train on made-up tokens; no data path is needed."""
+
+    data_cache_path: str | None = None
+    """Directory for index caches; default: beside the data."""
+
+    mmap_bin_files: bool = True
+    """Read .bin files instead of mapping them into memory."""
+
+    seq_length: int | None = None
+    """Tokens per sequence. Required."""
+
+    encoder_seq_length: int | None = None
+    """Tokens per encoder sequence; another name of --seq-length."""
+
+    decoder_seq_length: int | None = None
+    """Tokens per decoder sequence of an encoder-decoder model."""
+
+    mask_prob: float = 0.15
+    """BERT and T5: share of tokens that is masked."""
+
+    short_seq_prob: float = 0.1
+    """BERT: probability of a deliberately short sequence."""
+
+    dataloader_type: Literal["single", "cyclic", "external"] | None = None
+    """single (the default): one pass in the data set's own shuffled order; cyclic: endless epochs, each shuffled anew;
+    external: the script brings its own iterator. Speed is the same."""
+
+    num_workers: int = 2
+    """Loader processes per rank; 0 loads in the training process."""
+
+    reset_position_ids: bool = False
+    """Count positions from 0 again after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Attend only within a document."""
+
+    eod_mask_loss: bool = False
+    """Leave end-of-document tokens out of the loss."""
+
+    create_attention_mask_in_dataloader: bool = True
+    """Do not build dense masks in the loader. Here they never are: kernels get document lengths."""
+
+    num_dataset_builder_threads: int = 1
+    """Threads that build the indices of a blend."""
+
+    mid_level_dataset_surplus: float = 0.005
+    """Head room in the number of samples that each set of a blend prepares."""
+
+    allow_ambiguous_pad_tokens: bool = False
+    """Do not mask padding in the loss when its id is also an ordinary token's, such as end of document."""

@@ -1,0 +1,110 @@
+"""Process groups, data parallelism and pipeline layout."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+def local_rank_of_environment() -> int:
+    """LOCAL_RANK as torchrun sets it, else 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@dataclass(kw_only=True)
+class DistributedConfig:
+    """Process groups and data parallelism"""
+
+    distributed_backend: Literal["nccl", "gloo"] = "nccl"
+    """Communication library; left out, gloo is chosen on a machine without GPUs."""
+
+    distributed_timeout_minutes: int = 10
+    """Minutes after which a collective that hangs is given up."""
+
+    distributed_timeout_seconds_after_init: int | None = None
+    """Shorter limit, in seconds, once the first iteration is done."""
+
+    local_rank: int = flag("--local-rank", default_factory=local_rank_of_environment)
+    """Rank within this node; the launcher sets it through LOCAL_RANK."""
+
+    enable_gloo_process_groups: bool = flag("--disable-gloo-process-groups", default=True)
+    """Create no gloo groups beside those of NCCL."""
+
+    use_distributed_optimizer: bool = False
+    """Split optimizer state and float32 weights over the data-parallel ranks (ZeRO 1)."""
+
+    num_distributed_optimizer_instances: int = 1
+    """Copies of the split optimizer state; more copies mean smaller groups."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs."""
+
+    overlap_param_gather: bool = False
+    """Gather updated weights while the next forward pass already runs. Needs --use-distributed-optimizer and
+    --overlap-grad-reduce."""
+
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Gather the first chunk's weights while the optimizer still steps; interleaved schedules only."""
+
+    align_grad_reduce: bool = flag("--no-align-grad-reduce", "--disable-align-grad-reduce", default=True)
+    """Let pipeline stages start their gradient reductions independently."""
+
+    align_param_gather: bool = True
+    """Let pipeline stages start their weight gathers independently."""
+
+    ddp_num_buckets: int | None = None
+    """Buckets that gradients are reduced in."""
+
+    ddp_bucket_size: int | None = None
+    """Elements per gradient bucket; default: max(40 million, 1 million x data-parallel size)."""
+
+    ddp_pad_buckets_for_high_nccl_busbw: bool = False
+    """Pad buckets so that message sizes are powers of two."""
+
+    ddp_average_in_collective: bool = False
+    """Divide by the number of ranks inside the collective. Gradients here are sums scaled once, so there is nothing to
+    divide."""
+
+    use_megatron_fsdp: bool = False
+    """Shard weights, gradients and optimizer state as --data-parallel-sharding-strategy says."""
+
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "optim_grads_params"
+    )
+    """What --use-megatron-fsdp shards (ZeRO 0 to 3)."""
+
+    use_torch_fsdp2: bool = False
+    """Shard weights, gradients and optimizer state with torch's fully_shard."""
+
+    torch_fsdp2_reshard_after_forward: bool = flag("--torch-fsdp2-no-reshard-after-forward", default=True)
+    """Keep gathered weights from the forward to the backward pass."""
+
+
+@dataclass(kw_only=True)
+class PipelineConfig:
+    """Pipeline layout"""
+
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    """Layers per chunk of an interleaved schedule."""
+
+    num_virtual_stages_per_pipeline_rank: int | None = None
+    """Chunks per rank of an interleaved schedule; instead of the flag above."""
+
+    decoder_first_pipeline_num_layers: int | None = None
+    """Layers of the first stage, where it differs."""
+
+    decoder_last_pipeline_num_layers: int | None = None
+    """Layers of the last stage, where it differs."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as one layer when layers are split over stages."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output layer and loss as one layer when layers are split over stages."""
+
+    pipeline_model_parallel_layout: str | None = None
+    """Exact contents of every stage: E embedding, t layer, L loss, m multi-token head, | between stages, x*n for
+    repetition, such as Et*3|(tt|)*29,m|L."""

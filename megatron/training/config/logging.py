@@ -1,0 +1,84 @@
+"""What is logged, where and how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """Logging"""
+
+    log_interval: int = 100
+    """Iterations between lines in the log; losses are averaged over them."""
+
+    log_throughput: bool = False
+    """Log TFLOP/s per GPU."""
+
+    log_params_norm: bool = False
+    """Log the norm of all weights."""
+
+    log_num_zeros_in_grad: bool = False
+    """Log how many gradient elements are zero."""
+
+    log_progress: bool = False
+    """Append the number of tokens and FLOPs so far to <save>/progress.txt at every checkpoint."""
+
+    timing_log_level: Literal[0, 1, 2] = 0
+    """How finely timers measure; 1 and 2 wait for the device."""
+
+    timing_log_option: Literal["max", "minmax", "all"] = "minmax"
+    """Timers of all ranks: the largest, smallest and largest, or every one."""
+
+    barrier_with_L1_time: bool = flag("--no-barrier-with-level-1-timing", default=True)
+    """No barrier before level-1 timers."""
+
+    tensorboard_dir: str | None = None
+    """Directory for TensorBoard's event files."""
+
+    tensorboard_log_interval: int = 1
+    """Iterations between points in TensorBoard."""
+
+    tensorboard_queue_size: int = 1000
+    """Events that TensorBoard holds back before it writes."""
+
+    log_timers_to_tensorboard: bool = False
+    """Timers to TensorBoard."""
+
+    log_loss_scale_to_tensorboard: bool = flag(
+        "--no-log-loss-scale-to-tensorboard", "--disable-log-loss-scale-to-tensorboard", default=True
+    )
+    """No loss scale in TensorBoard."""
+
+    log_validation_ppl_to_tensorboard: bool = False
+    """Validation perplexity to TensorBoard."""
+
+    log_memory_to_tensorboard: bool = False
+    """Device memory to TensorBoard."""
+
+    log_memory_interval: int | None = None
+    """Iterations between lines about device memory."""
+
+    log_world_size_to_tensorboard: bool = False
+    """Number of ranks to TensorBoard."""
+
+    wandb_project: str | None = None
+    """Log to this Weights & Biases project."""
+
+    wandb_exp_name: str | None = None
+    """Name of the Weights & Biases run. Required with --wandb-project."""
+
+    wandb_save_dir: str | None = None
+    """Directory for Weights & Biases' files; default: <save>/wandb."""
+
+    wandb_entity: str | None = None
+    """Weights & Biases team or user."""
+
+    logging_level: int | None = None
+    """Level of Python's logging, such as 10 (debug) or 20 (info)."""
+
+    enable_one_logger: bool = flag("--no-one-logger", default=True)
+    """Accepted for the sake of existing scripts; there is no such service here."""

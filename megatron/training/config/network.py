@@ -1,0 +1,64 @@
+"""What the training scripts add to the transformer's shape: positions, vocabulary padding, output layer, BERT and T5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Positions, embeddings and heads"""
+
+    max_position_embeddings: int | None = None
+    """Longest sequence the model can be asked for; the size of the learned position table. Required; at least
+    --seq-length."""
+
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
+        "learned_absolute"
+    )
+    """How tokens know their position: a learned table, rotary, YaRN-stretched rotary, or not at all."""
+
+    add_position_embedding: bool = flag("--no-position-embedding", default=True)
+    """No learned position table; only together with another --position-embedding-type."""
+
+    rope_type: Literal["rope", "yarn"] | None = None
+    """Rotary variant of multi-latent attention; default there: yarn."""
+
+    rotary_base: int = 10000
+    """Base of the rotary frequencies."""
+
+    rotary_percent: float = 1.0
+    """Share of each head's channels that is rotated."""
+
+    rotary_seq_len_interpolation_factor: int | None = None
+    """Divide positions by this number (linear interpolation to longer contexts)."""
+
+    use_rope_scaling: bool = False
+    """Scale low rotary frequencies as Llama 3.1 does."""
+
+    rope_scaling_factor: float = 8.0
+    """Factor of --use-rope-scaling: 8 for Llama 3.1, 32 for Llama 3.2."""
+
+    make_vocab_size_divisible_by: int = 128
+    """Pad the vocabulary to a multiple of this number; padding never takes part in the loss."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """Give the output layer weights of its own instead of the embedding's."""
+
+    group_query_attention: bool = False
+    """Let --num-query-groups groups of query heads share keys and values."""
+
+    encoder_num_layers: int | None = None
+    """Encoder layers of an encoder-decoder model; default: --num-layers."""
+
+    decoder_num_layers: int | None = None
+    """Decoder layers of an encoder-decoder model; default: --num-layers."""
+
+    bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
+    """BERT without the sentence-order head."""
+
+    spec: list[str] | None = flag("--spec", nargs="*", metavar="MODULE FUNCTION")
+    """Python module and function that build the layer specification, instead of the built-in one."""

@@ -1,0 +1,34 @@
+"""Loss scaling, accumulation and reduction formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class MixedPrecisionConfig:
+    """Mixed precision"""
+
+    loss_scale: float | None = None
+    """Constant loss scale; left out, --fp16 adapts it."""
+
+    initial_loss_scale: float = 2**32
+    """Dynamic loss scale at the start."""
+
+    min_loss_scale: float = 1.0
+    """Lower bound of the dynamic loss scale."""
+
+    loss_scale_window: float = 1000
+    """Clean iterations after which the dynamic loss scale doubles."""
+
+    hysteresis: int = 2
+    """Overflows that the dynamic loss scale tolerates before it halves."""
+
+    accumulate_allreduce_grads_in_fp32: bool = False
+    """Accumulate and reduce gradients in float32; on by itself with --bf16 unless --grad-reduce-in-bf16 is given."""
+
+    grad_reduce_in_bf16: bool = False
+    """Accumulate and reduce gradients in bfloat16: half the memory and traffic, coarser sums."""
+
+    fp16_lm_cross_entropy: bool = False
+    """Compute the output layer's cross entropy in float16."""

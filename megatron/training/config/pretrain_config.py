@@ -1,0 +1,122 @@
+"""All settings of a pretraining run in one flat object: ``cfg.hidden_size``, ``cfg.train_iters``, ``cfg.save`` ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.cli import derived
+from megatron.core.model_parallel_config import ParallelismConfig, PrecisionConfig, dtype_of
+from megatron.core.transformer.attention_config import AttentionConfig
+from megatron.core.transformer.fp8_config import Fp8Config
+from megatron.core.transformer.memory_config import RecomputeConfig
+from megatron.core.transformer.mla_config import MlaConfig
+from megatron.core.transformer.moe_config import MoeConfig
+from megatron.core.transformer.network_config import InitializationConfig, NetworkSizeConfig
+from megatron.training.config.checkpointing import CheckpointConfig
+from megatron.training.config.data import DataConfig
+from megatron.training.config.distributed import DistributedConfig, PipelineConfig
+from megatron.training.config.inference import InferenceConfig
+from megatron.training.config.learning_rate import LearningRateConfig
+from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.network import ModelConfig
+from megatron.training.config.precision import MixedPrecisionConfig
+from megatron.training.config.program import ProgramConfig
+from megatron.training.config.regularization import RegularizationConfig
+from megatron.training.config.tokenizer import TokenizerConfig
+from megatron.training.config.training import ProfilingConfig, TrainingConfig
+from megatron.training.config.validation import ValidationConfig
+
+if TYPE_CHECKING:
+    import torch
+
+GROUPS: tuple[type, ...] = (
+    ProgramConfig,
+    NetworkSizeConfig,
+    ModelConfig,
+    AttentionConfig,
+    InitializationConfig,
+    TrainingConfig,
+    RegularizationConfig,
+    LearningRateConfig,
+    PrecisionConfig,
+    MixedPrecisionConfig,
+    DataConfig,
+    TokenizerConfig,
+    ValidationConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    ProfilingConfig,
+    ParallelismConfig,
+    PipelineConfig,
+    DistributedConfig,
+    RecomputeConfig,
+    Fp8Config,
+    MoeConfig,
+    MlaConfig,
+    InferenceConfig,
+)
+"""The groups in the order of ``--help``."""
+
+
+@dataclass(kw_only=True)
+class PretrainConfig(
+    ProgramConfig,
+    NetworkSizeConfig,
+    ModelConfig,
+    AttentionConfig,
+    InitializationConfig,
+    TrainingConfig,
+    RegularizationConfig,
+    LearningRateConfig,
+    PrecisionConfig,
+    MixedPrecisionConfig,
+    DataConfig,
+    TokenizerConfig,
+    ValidationConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    ProfilingConfig,
+    ParallelismConfig,
+    PipelineConfig,
+    DistributedConfig,
+    RecomputeConfig,
+    Fp8Config,
+    MoeConfig,
+    MlaConfig,
+    InferenceConfig,
+):
+    """Every setting of a run. Frozen once ``resolve`` has filled in what follows from other settings."""
+
+    world_size: int = derived(1)
+    """Ranks of the run."""
+
+    data_parallel_size: int = derived(1)
+    """World size / (TP x PP x CP)."""
+
+    explicit: frozenset[str] = derived(frozenset())
+    """Fields that the command line or the YAML file set."""
+
+    extra: dict[str, Any] = derived(factory=dict)
+    """Values of the flags that an entry script added; also readable as attributes."""
+
+    resolved: bool = derived(False)
+    """True once ``resolve`` made this object; it accepts no assignment then."""
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        """torch dtype of the parameters; imports torch."""
+        return dtype_of(fp16=self.fp16, bf16=self.bf16)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("resolved"):
+            raise AttributeError(f"the configuration is frozen: {name} cannot be set to {value!r} any more")
+        super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return self.__dict__["extra"][name]
+            except KeyError:
+                raise AttributeError(f"there is no setting {name!r}") from None

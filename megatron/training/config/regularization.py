@@ -1,0 +1,77 @@
+"""The optimizer's own numbers: weight decay, clipping, moments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+
+@dataclass(kw_only=True)
+class RegularizationConfig:
+    """Optimizer and regularization"""
+
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
+    """Optimizer; adam decouples weight decay (AdamW)."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay of matrices; biases and normalization weights are exempt."""
+
+    clip_grad: float = 1.0
+    """Scale gradients down to at most this global L2 norm; 0 turns clipping off."""
+
+    adam_beta1: float = 0.9
+    """Adam: decay of the first moment."""
+
+    adam_beta2: float = 0.999
+    """Adam: decay of the second moment; language models usually take 0.95."""
+
+    adam_eps: float = 1e-8
+    """Adam: added to the root of the second moment."""
+
+    sgd_momentum: float = 0.9
+    """SGD: momentum."""
+
+    apply_wd_to_qk_layernorm: bool = False
+    """Decay the weights of --qk-layernorm too."""
+
+    use_precision_aware_optimizer: bool = False
+    """Keep optimizer state in the formats of the next four flags. Needs --use-distributed-optimizer."""
+
+    main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the accumulated gradients (precision-aware optimizer)."""
+
+    main_params_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Format of the optimizer's weights (precision-aware optimizer)."""
+
+    exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Format of the first moment (precision-aware optimizer)."""
+
+    exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
+    """Format of the second moment (precision-aware optimizer)."""
+
+    optimizer_cpu_offload: bool = False
+    """Keep optimizer state in host memory and step there. Needs --use-precision-aware-optimizer."""
+
+    optimizer_offload_fraction: float = 1.0
+    """Share of the optimizer state that --optimizer-cpu-offload moves."""
+
+    use_torch_optimizer_for_cpu_offload: bool = False
+    """Step the offloaded part with torch's optimizer."""
+
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    """Overlap the offloaded optimizer's copies with its computation."""
+
+    pin_cpu_grads: bool = True
+    """Do not page-lock the host copies of offloaded gradients."""
+
+    pin_cpu_params: bool = True
+    """Do not page-lock the host copies of offloaded weights."""
+
+    decoupled_lr: float | None = None
+    """Learning rate of the embedding and the output layer, where it differs from --lr."""
+
+    decoupled_min_lr: float | None = None
+    """Lower bound of --decoupled-lr."""
+
+

@@ -1,0 +1,82 @@
+"""Which tokenizer, and its files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+@dataclass(kw_only=True)
+class TokenizerConfig:
+    """Tokenizer"""
+
+    tokenizer_type: (
+        Literal[
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "HuggingFaceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+            "ByteLevelTokenizer",
+        ]
+        | None
+    ) = None
+    """Kind of tokenizer; each script has its own default (GPT: GPT2BPETokenizer). NullTokenizer needs only
+    --vocab-size, ByteLevelTokenizer needs nothing."""
+
+    tokenizer_model: str | None = None
+    """File or folder of the tokenizer: tokenizer.json, SentencePiece .model, or tiktoken ranks."""
+
+    vocab_file: str | None = None
+    """Vocabulary: vocab.json of GPT-2, or vocab.txt of BERT."""
+
+    merge_file: str | None = None
+    """Merges of GPT-2's byte pair encoding."""
+
+    vocab_size: int | None = None
+    """Vocabulary size, where the tokenizer does not know it (NullTokenizer) or it is to be larger."""
+
+    padded_vocab_size: int | None = None
+    """Vocabulary size after padding; default: padded by --make-vocab-size-divisible-by."""
+
+    pad_vocab_size: bool = flag("--no-pad-vocab-size", "--disable-pad-vocab-size", default=True)
+    """Do not pad the vocabulary."""
+
+    vocab_extra_ids: int = 0
+    """Sentinel tokens added for T5's masked spans."""
+
+    tokenizer_special_tokens: list[str] | None = None
+    """Special tokens to add."""
+
+    tiktoken_pattern: Literal["v1", "v2"] | None = None
+    """How TikTokenizer splits text into words; default: v2."""
+
+    tiktoken_num_special_tokens: int = 1000
+    """Ids that TikTokenizer reserves for special tokens."""
+
+    tokenizer_hf_no_use_fast: bool = False
+    """HuggingFaceTokenizer: the slow implementation."""
+
+    tokenizer_hf_no_include_special_tokens: bool = False
+    """HuggingFaceTokenizer: add no special tokens to text."""
+
+    tokenizer_sentencepiece_legacy: bool = False
+    """SentencePieceTokenizer: treat special tokens as older releases did."""
+
+    null_tokenizer_eod_id: int | None = None
+    """NullTokenizer: id of end of document; default: vocabulary size - 1."""
+
+    null_tokenizer_pad_id: int = -1
+    """NullTokenizer: id of padding; -1: none."""
+
+    trust_remote_code: bool = False
+    """Allow a tokenizer to run Python code that comes with its files."""
