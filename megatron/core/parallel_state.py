@@ -1,0 +1,265 @@
+"""The one place that stores state: the process groups of this process.
+
+``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass it
+down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on CPUs;
+without such an environment the program is one process and needs no torch.distributed at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.process_groups import (
+    DEFAULT_ORDER,
+    SINGLE_PROCESS,
+    Group,
+    ProcessGroups,
+    RankGrid,
+    build_process_groups,
+)
+
+logger = logging.getLogger(__name__)
+
+_AXES_WITH_HOST_TWIN = ("world", "dp", "dp_cp")
+"""Axes that also move CPU tensors (checkpoints, data); over NCCL they get a gloo twin."""
+
+
+@dataclass(frozen=True)
+class _State:
+    grid: RankGrid
+    groups: ProcessGroups
+    virtual_pipeline_size: int | None
+    started_distributed: bool
+
+
+_state: _State | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    *,
+    context_parallel_size: int = 1,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int | None = None,
+    order: str = DEFAULT_ORDER,
+    distributed_timeout_minutes: float = 30,
+) -> ProcessGroups:
+    """Build the process groups of every axis and keep them for the getters of this module.
+
+    Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise, before
+    any group exists. Every process of the world calls it with the same arguments.
+    """
+    global _state
+    if _state is not None:
+        raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    grid = RankGrid.from_world(
+        world_size,
+        tp=tensor_model_parallel_size,
+        cp=context_parallel_size,
+        pp=pipeline_model_parallel_size,
+        ep=expert_model_parallel_size,
+        etp=expert_tensor_parallel_size,
+        order=order,
+    )
+    started = _start_distributed(timeout)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
+        return _new_subgroups(name, rank_lists, timeout)
+
+    groups = build_process_groups(grid, rank, new_group) if world_size > 1 else SINGLE_PROCESS
+    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, started)
+    return groups
+
+
+def _start_distributed(timeout: timedelta) -> bool:
+    """Initialise torch.distributed from torchrun's environment if that is there and it is not up; whether it was done."""
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
+        return False
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    logger.info("starting torch.distributed with %s, world size %s", backend, os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, timeout=timeout)
+    return True
+
+
+def _new_subgroups(name: str, rank_lists: list[list[int]], timeout: timedelta) -> tuple[Any, Any]:
+    """Create one torch group per rank list (all ranks take part in each); this rank's (handle, gloo twin)."""
+    rank, backend = dist.get_rank(), dist.get_backend()
+    handle = host_handle = None
+    for ranks in rank_lists:
+        group = dist.group.WORLD if name == "world" else dist.new_group(ranks, timeout=timeout, group_desc=name)
+        twin = group
+        if backend != "gloo":
+            wants_twin = name in _AXES_WITH_HOST_TWIN
+            twin = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name}_host") if wants_twin else None
+        if rank in ranks:
+            handle, host_handle = group, twin
+    return handle, host_handle
+
+
+def destroy_model_parallel() -> None:
+    """Forget all groups; torch.distributed is shut down only if ``initialize_model_parallel`` started it."""
+    global _state
+    state, _state = _state, None
+    if state is not None and state.started_distributed and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def model_parallel_is_initialized() -> bool:
+    return _state is not None
+
+
+is_initialized = model_parallel_is_initialized
+
+
+def _current() -> _State:
+    if _state is None:
+        raise RuntimeError("model parallelism is not initialised; call parallel_state.initialize_model_parallel() first")
+    return _state
+
+
+def get_process_groups() -> ProcessGroups:
+    """The groups of this process; those of a single process where nothing was initialised."""
+    return SINGLE_PROCESS if _state is None else _state.groups
+
+
+def get_rank_grid() -> RankGrid:
+    """Sizes of every axis; a grid of one rank where nothing was initialised."""
+    return RankGrid() if _state is None else _state.grid
+
+
+def _handle(group: Group) -> Any:
+    """What torch.distributed takes. A one-rank group has no handle of its own: None would mean the world, so refuse that."""
+    if group.handle is None and dist.is_initialized() and dist.get_world_size() > 1:
+        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return group.handle
+
+
+def get_tensor_model_parallel_group() -> Any:
+    return _handle(_current().groups.tp)
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _current().groups.tp.size
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _current().groups.tp.rank
+
+
+def get_tensor_model_parallel_src_rank() -> int:
+    """Global rank of the first member of this rank's tensor-parallel group."""
+    return _current().groups.tp.ranks[0]
+
+
+def get_pipeline_model_parallel_group() -> Any:
+    return _handle(_current().groups.pp)
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return _current().groups.pp.size
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _current().groups.pp.rank
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return _current().virtual_pipeline_size
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True) -> bool:
+    """Whether this rank holds the first stage. Model chunks of virtual stages know their own place."""
+    return _current().groups.pp.is_first
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True) -> bool:
+    """Whether this rank holds the last stage. Model chunks of virtual stages know their own place."""
+    return _current().groups.pp.is_last
+
+
+def get_model_parallel_group() -> Any:
+    return _handle(_current().groups.tp_pp)
+
+
+def get_data_parallel_group(with_context_parallel: bool = False) -> Any:
+    return _handle(_data_parallel(with_context_parallel))
+
+
+def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel).size
+
+
+def get_data_parallel_rank(with_context_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel).rank
+
+
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    return _data_parallel(with_context_parallel).ranks[0]
+
+
+def _data_parallel(with_context_parallel: bool) -> Group:
+    groups = _current().groups
+    return groups.dp_cp if with_context_parallel else groups.dp
+
+
+def get_context_parallel_group() -> Any:
+    return _handle(_current().groups.cp)
+
+
+def get_context_parallel_world_size() -> int:
+    return _current().groups.cp.size
+
+
+def get_context_parallel_rank() -> int:
+    return _current().groups.cp.rank
+
+
+def get_expert_model_parallel_group() -> Any:
+    return _handle(_current().groups.ep)
+
+
+def get_expert_model_parallel_world_size() -> int:
+    return _current().groups.ep.size
+
+
+def get_expert_model_parallel_rank() -> int:
+    return _current().groups.ep.rank
+
+
+def get_expert_tensor_parallel_group() -> Any:
+    return _handle(_current().groups.etp)
+
+
+def get_expert_tensor_parallel_world_size() -> int:
+    return _current().groups.etp.size
+
+
+def get_expert_tensor_parallel_rank() -> int:
+    return _current().groups.etp.rank
+
+
+def get_expert_data_parallel_group() -> Any:
+    return _handle(_current().groups.edp)
+
+
+def get_expert_data_parallel_world_size() -> int:
+    return _current().groups.edp.size
+
+
+def get_expert_data_parallel_rank() -> int:
+    return _current().groups.edp.rank

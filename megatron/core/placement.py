@@ -1,0 +1,219 @@
+"""One declaration per parameter: global shape, placement on each mesh axis, and initial values.
+
+``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Everything else is derived from it: initial
+values here, and elsewhere gradient synchronisation, gradient norm, checkpoint chunks and parameter counts.
+
+A stacked weight declares the *logical* shape in which every shard is a rectangle, e.g. gate and up as ``(2, ffn, hidden)``
+with ``tp=Shard(1)``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers and checkpoints expect.
+A padded dim declares its stored size: the global shape is the true one, and the padding, which no layer may let take
+part in its result, holds zeros and belongs to no chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from megatron.core import rng
+from megatron.core.process_groups import SINGLE_PROCESS, Group, ProcessGroups
+
+__all__ = [
+    "Chunk", "Init", "Normal", "Ones", "ParameterSpec", "Partial", "Replicate", "Shard", "XavierUniform", "Zeros",
+    "initialize_parameters", "local_chunk", "named_specs", "parameter", "unique_parameter_count",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """All zeros."""
+
+
+@dataclass(frozen=True)
+class Ones:
+    """All ones."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean zero."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class XavierUniform:
+    """Uniform on +-sqrt(6 / (fan_in + fan_out)) of the whole global matrix (leading logical dims folded)."""
+
+
+Init = Zeros | Ones | Normal | XavierUniform
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a parameter is, independent of the rank that holds a part of it."""
+
+    shape: tuple[int, ...]
+    """Logical global shape, without padding."""
+    init: Init
+    mesh: Mapping[str, Placement] = field(default_factory=dict)
+    """Axis of ``ProcessGroups`` -> Shard(logical dim); axes not named replicate."""
+    grad: Mapping[str, Placement] = field(default_factory=dict)
+    """Axis -> Partial() where each rank's gradient is a partial sum over that axis."""
+    ndim: int = 2
+    """Dims of the nn.Parameter: leading logical dims are folded into its first."""
+    stored: tuple[int, ...] = ()
+    """Logical shape with padding; equal to ``shape`` without any."""
+    tied_to: str | None = None
+    """Global name of the parameter of which this one is a copy on another pipeline stage."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Chunk(NamedTuple):
+    """A rectangle of the logical global tensor. Empty (a length of 0) where a shard is all padding."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def parameter(
+    shape: tuple[int, ...],
+    *,
+    init: Init,
+    tp: Placement | None = None,
+    partial: tuple[str, ...] = (),
+    ndim: int | None = None,
+    stored: tuple[int, ...] | None = None,
+    groups: ProcessGroups | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> nn.Parameter:
+    """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
+
+    ``shape`` is the logical global shape, ``tp`` its placement over the tensor-parallel axis, ``partial`` the axes over which
+    gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape with padding.
+    """
+    stored = shape if stored is None else stored
+    mesh = {} if tp is None or not isinstance(tp, Shard) else {"tp": tp}
+    grad = dict.fromkeys(partial, Partial())
+    spec = ParameterSpec(shape, init, mesh, grad, len(shape) if ndim is None else ndim, stored)
+    _, lengths = _stored_rectangle(spec, groups or SINGLE_PROCESS)
+    folded = len(lengths) - spec.ndim + 1
+    local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype, device=device)
+    if isinstance(init, Ones):
+        local.fill_(1.0)
+    result = nn.Parameter(local)
+    result.spec = spec  # type: ignore[attr-defined]
+    return result
+
+
+def _stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[int], list[int]]:
+    """Offsets and lengths of this rank's shard, padding included, in the logical stored tensor."""
+    offsets, lengths = [0] * len(spec.stored), list(spec.stored)
+    for axis, placement in spec.mesh.items():
+        if not isinstance(placement, Shard):
+            continue
+        group: Group = getattr(groups, axis)
+        if lengths[placement.dim] % group.size:
+            raise ValueError(
+                f"dim {placement.dim} of size {lengths[placement.dim]} of a parameter with global shape {spec.shape} is not "
+                f"divisible by the {axis} size {group.size}"
+            )
+        lengths[placement.dim] //= group.size
+        offsets[placement.dim] += group.rank * lengths[placement.dim]
+    return offsets, lengths
+
+
+def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
+    """The rectangle of the true global tensor that this rank holds (the leading part of its shard along padded dims)."""
+    offsets, lengths = _stored_rectangle(spec, groups)
+    lengths = [max(0, min(length, total - offset)) for offset, length, total in zip(offsets, lengths, spec.shape)]
+    offsets = [min(offset, total) for offset, total in zip(offsets, spec.shape)]
+    return Chunk(tuple(offsets), tuple(lengths))
+
+
+def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
+    """The part of a local tensor (parameter, gradient or moment) that ``local_chunk`` describes, in its logical shape."""
+    _, stored = _stored_rectangle(spec, groups)
+    view = param.detach().view(stored)
+    for dim, length in enumerate(local_chunk(spec, groups).lengths):
+        view = view.narrow(dim, 0, length)
+    return view
+
+
+def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+    """(global name, parameter, spec) of every parameter, each once. ValueError for one created without ``parameter()``."""
+    for name, param in model.named_parameters():
+        yield name, param, spec_of(name, param)
+
+
+def spec_of(name: str, param: Tensor) -> ParameterSpec:
+    """The spec attached by ``parameter()``."""
+    spec = getattr(param, "spec", None)
+    if spec is None:
+        raise ValueError(f"parameter {name!r} has no spec; create it with megatron.core.placement.parameter(...)")
+    return spec
+
+
+def unique_parameter_count(model: nn.Module) -> int:
+    """Parameters of the global tensors that this model (chunk) holds a part of; copies of tied ones do not count."""
+    return sum(spec.numel for _, _, spec in named_specs(model) if spec.tied_to is None)
+
+
+@torch.no_grad()
+def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups | None = None) -> None:
+    """Set every parameter to its slice of the global initial tensor, a function of (seed, global name, element index).
+
+    Parameters without a spec (modules of users' own) keep the values that their constructors gave them.
+    """
+    for name, param in model.named_parameters():
+        spec: ParameterSpec | None = getattr(param, "spec", None)
+        if spec is not None:
+            fill_parameter(param, spec, spec.tied_to or name, seed, groups or SINGLE_PROCESS)
+
+
+def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:
+    """Write initial values into the local shard; padding stays zero."""
+    chunk = local_chunk(spec, groups)
+    if 0 in chunk.lengths:
+        return
+    target = local_view(param, spec, groups)
+    if isinstance(spec.init, Zeros | Ones):
+        target.fill_(float(isinstance(spec.init, Ones)))
+        return
+    starts, length = _contiguous_runs(spec.shape, chunk)
+    values = torch.empty((len(starts), length), dtype=_draw_dtype(param), device=param.device)
+    distribution = "normal" if isinstance(spec.init, Normal) else "uniform"
+    rng.fill_runs_(values, rng.key(seed, "init", name), starts.to(param.device), distribution)
+    if isinstance(spec.init, Normal):
+        values.mul_(spec.init.std)
+    else:
+        bound = math.sqrt(6.0 / (math.prod(spec.shape[:-1]) + spec.shape[-1]))
+        values.mul_(2 * bound).sub_(bound)
+    target.copy_(values.view(chunk.lengths))
+
+
+def _draw_dtype(param: Tensor) -> torch.dtype:
+    """float64 stays; 16-bit types are rounded once, from float32."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _contiguous_runs(shape: tuple[int, ...], chunk: Chunk) -> tuple[Tensor, int]:
+    """Start indices (int64) and common length of the stretches of a rectangle that are contiguous in the global tensor."""
+    inner = len(shape) - 1
+    while inner > 0 and chunk.lengths[inner] == shape[inner]:
+        inner -= 1
+    length = math.prod(chunk.lengths[inner:])
+    starts = torch.zeros(1, dtype=torch.int64)
+    for dim in range(inner):
+        along = torch.arange(chunk.offsets[dim], chunk.offsets[dim] + chunk.lengths[dim])
+        starts = (starts[:, None] + along * math.prod(shape[dim + 1 :])).flatten()
+    return starts + chunk.offsets[inner] * math.prod(shape[inner + 1 :]), length
