@@ -1,0 +1,35 @@
+"""The training program. What entry scripts import from here is loaded at first use, so that ``--help`` needs no torch."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron.training.classic import get_args, get_timers, get_tokenizer, initialize_megatron, pretrain
+    from megatron.training.utils import print_rank_0, print_rank_last
+
+_HOMES = {
+    "pretrain": "megatron.training.classic",
+    "get_args": "megatron.training.classic",
+    "get_timers": "megatron.training.classic",
+    "get_tokenizer": "megatron.training.classic",
+    "initialize_megatron": "megatron.training.classic",
+    "print_rank_0": "megatron.training.utils",
+    "print_rank_last": "megatron.training.utils",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+__all__ = [
+    "get_args",
+    "get_timers",
+    "get_tokenizer",
+    "initialize_megatron",
+    "pretrain",
+    "print_rank_0",
+    "print_rank_last",
+]

@@ -1,0 +1,168 @@
+"""The call that third-party entry scripts make: ``pretrain(datasets_provider, model_provider, model_type, forward_step)``.
+
+The functions become a :class:`Task`; the loop is the same. Scripts read their settings through ``get_args()``: a plain
+namespace with every setting, the script's own flags, and the names that older scripts expect beside them. The objects of
+the running program live in a context variable, set for the duration of one ``pretrain`` call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import nn
+
+from megatron.core.enums import ModelType
+from megatron.core.models.common.vocabulary import padded_vocab_size
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import configure_logging, rank_from_environment, world_size_from_environment
+from megatron.training.initialize import initialize_megatron as bring_up
+from megatron.training.pretrain import run
+from megatron.training.tasks.base import NumSamples, Task
+from megatron.training.timers import Timers
+
+
+@dataclass
+class _Program:
+    args: Namespace
+    tokenizer: Any
+    timers: Timers
+
+
+_PROGRAM: ContextVar[_Program] = ContextVar("megatron_program")
+
+
+def _program() -> _Program:
+    try:
+        return _PROGRAM.get()
+    except LookupError:
+        raise RuntimeError("no program is running: call pretrain() or initialize_megatron() first") from None
+
+
+def get_args() -> Namespace:
+    """Every setting of the running program, and the flags its script added."""
+    return _program().args
+
+
+def get_tokenizer() -> Any:
+    """The tokenizer of the running program."""
+    return _program().tokenizer
+
+
+def get_timers() -> Timers:
+    """The timers of the running program."""
+    return _program().timers
+
+
+def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
+    """A resolved configuration under the names that entry scripts read."""
+    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    values.update(cfg.extra)
+    values.update(
+        rank=rank_from_environment(),
+        local_rank=cfg.local_rank,
+        params_dtype=cfg.params_dtype,
+        iteration=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        virtual_pipeline_model_parallel_size=None,
+    )
+    if tokenizer is not None:
+        values["vocab_size"] = tokenizer.vocab_size
+        values["padded_vocab_size"] = cfg.padded_vocab_size or padded_vocab_size(
+            tokenizer.vocab_size, cfg.make_vocab_size_divisible_by
+        )
+    return Namespace(**values)
+
+
+class ClassicTask(Task):
+    """A task made of the functions that an entry script passes."""
+
+    def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
+        super().__init__(cfg, tokenizer)
+        self.functions = functions
+        program = _Program(as_namespace(cfg, tokenizer), tokenizer, Timers(cfg.timing_log_level, cfg.timing_log_option))
+        _PROGRAM.set(program)
+
+    def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        """The script's model."""
+        return self.functions["model_provider"](pre_process=pre_process, post_process=post_process)
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+        """The script's data sets."""
+        return self.functions["datasets_provider"](list(num_samples))
+
+    def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
+        """The script's forward step."""
+        return self.functions["forward_step"](data_iterator, model)
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable,
+    model_provider: Callable,
+    model_type: ModelType,
+    forward_step_func: Callable,
+    process_non_loss_data_func: Callable | None = None,
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    **unused: Any,
+) -> None:
+    """Parses ``sys.argv`` and trains what the four functions describe; leaves the process with the exit code if not 0.
+
+    Args:
+        train_valid_test_dataset_provider: ``[train, valid, test sample counts] -> (train, valid, test)``.
+        model_provider: ``(pre_process, post_process) -> nn.Module``.
+        model_type: kept for the signature; one loop trains every type.
+        forward_step_func: ``(data_iterator, model) -> (output, loss_func)``.
+        process_non_loss_data_func: not available yet; anything but None is refused.
+        extra_args_provider: adds the script's own flags to the parser.
+        args_defaults: defaults that this script changes.
+    """
+    if process_non_loss_data_func is not None:
+        raise ValueError("pretrain(process_non_loss_data_func=...): not available yet; pass None")
+    if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
+        raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
+    cfg = parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider)
+    functions = {
+        "datasets_provider": train_valid_test_dataset_provider,
+        "model_provider": model_provider,
+        "forward_step": _two_arguments(forward_step_func),
+    }
+    code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions))
+    if code:
+        sys.exit(code)
+
+
+def _two_arguments(forward_step: Callable) -> Callable:
+    """``forward_step`` as (iterator, model), whatever optional parameters it has beside them."""
+    required = [
+        each for each in inspect.signature(forward_step).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if len(required) > 2:
+        raise ValueError(f"forward_step takes {[each.name for each in required]}; expected (data_iterator, model)")
+    return forward_step
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    **unused: Any,
+) -> None:
+    """Parses ``sys.argv`` and brings this process up, for programs with a loop of their own."""
+    from megatron.core.tokenizers import build_tokenizer
+
+    cfg = validate_args(
+        parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider), world_size_from_environment()
+    )
+    configure_logging(cfg.logging_level)
+    bring_up(cfg)
+    tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
+    timers = Timers(cfg.timing_log_level, cfg.timing_log_option)
+    _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers))

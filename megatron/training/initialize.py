@@ -1,0 +1,105 @@
+"""Brings a process up: logging, devices, process groups, seeds, determinism. Nothing here runs on import."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.process_groups import ProcessGroups
+from megatron.training.config.pretrain_config import PretrainConfig
+
+logger = logging.getLogger(__name__)
+
+
+def world_size_from_environment() -> int:
+    """The number of ranks that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_environment() -> int:
+    """This process's rank; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+class _RankFilter(logging.Filter):
+    """Rank 0 says everything; the others only what is a warning or worse, with their rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self.rank and record.levelno < logging.WARNING:
+            return False
+        if self.rank and not getattr(record, "rank_marked", False):
+            record.msg = f"[rank {self.rank}] {record.msg}"
+            record.rank_marked = True
+        return True
+
+
+def configure_logging(level: int | None = None) -> None:
+    """Sends the library's log to stdout: rank 0's in full, the others' warnings."""
+    library = logging.getLogger("megatron")
+    library.setLevel(logging.INFO if level is None else level)
+    library.propagate = False
+    for handler in [h for h in library.handlers if getattr(h, "megatron_stdout", False)]:
+        library.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.megatron_stdout = True  # type: ignore[attr-defined]
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.addFilter(_RankFilter(rank_from_environment()))
+    library.addHandler(handler)
+
+
+def training_device() -> torch.device:
+    """The GPU of this local rank, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds python's, numpy's and torch's global generators: our own draws need none of them, user code may."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def make_deterministic() -> None:
+    """--deterministic-mode: an operator without a deterministic form raises, naming itself."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
+    """Devices, process groups and seeds for a resolved configuration; returns this rank's groups."""
+    if cfg.deterministic_mode:
+        make_deterministic()
+    device = training_device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=cfg.tensor_model_parallel_size,
+        pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        context_parallel_size=cfg.context_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
+        distributed_timeout_minutes=cfg.distributed_timeout_minutes,
+    )
+    seed_everything(cfg.seed)
+    return parallel_state.get_process_groups()
+
+
+def shut_down() -> None:
+    """Leaves the process groups in order, so that no rank reports a peer that merely finished first."""
+    if dist.is_initialized():
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

@@ -1,0 +1,39 @@
+"""From a task's model to what the loop trains: one ordered list of wrappings, data parallelism last."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups import ProcessGroups
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.tasks.base import Task
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(task: Task, device: torch.device) -> list[nn.Module]:
+    """The task's model chunks on ``device`` (one chunk without a virtual pipeline)."""
+    return [task.model_provider(pre_process=True, post_process=True).to(device)]
+
+
+def parallelize(model_chunks: list[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> list[nn.Module]:
+    """Wraps every chunk for data parallelism: gradients accumulate in contiguous buffers and are summed over ``dp``."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=cfg.accumulate_allreduce_grads_in_fp32,
+        overlap_grad_reduce=cfg.overlap_grad_reduce,
+        bucket_size=cfg.ddp_bucket_size,
+    )
+    return [DistributedDataParallel(ddp, chunk, groups) for chunk in model_chunks]
+
+
+def report_parameters(model_chunks: list[nn.Module], groups: ProcessGroups) -> None:
+    """The parameter count of this rank, in the form that users' scripts look for."""
+    count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
+    logger.info(
+        " > number of parameters on (tensor, pipeline) model parallel rank (%d, %d): %d",
+        groups.tp.rank, groups.pp.rank, count,
+    )

@@ -1,0 +1,153 @@
+"""From a parsed configuration to a trained model: every step of a run, in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.core.cli import ConfigError
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import get_optimizer_param_scheduler
+from megatron.core.process_groups import ProcessGroups
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import format_arguments, optimizer_config_from_args, validate_args
+from megatron.training.checkpointing import Checkpointer, apply_checkpoint_args
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.dataloader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
+from megatron.training.datasets import batch_size_at, samples_per_split
+from megatron.training.dry_run import dry_run_report
+from megatron.training.evaluate import eval_sets
+from megatron.training.exit_conditions import ExitConditions
+from megatron.training.hooks import build_hooks
+from megatron.training.hooks.base import RunInfo
+from megatron.training.initialize import (
+    configure_logging,
+    initialize_megatron,
+    rank_from_environment,
+    shut_down,
+    training_device,
+    world_size_from_environment,
+)
+from megatron.training.parallelize import build_model, parallelize, report_parameters
+from megatron.training.tasks.base import Task
+from megatron.training.timers import Timers
+from megatron.training.train_state import TrainState
+from megatron.training.trainer import Components, Trainer
+
+logger = logging.getLogger(__name__)
+
+TaskFactory = Callable[[PretrainConfig, Any], Task]
+
+
+def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
+    """Trains ``make_task(cfg, tokenizer)`` as ``cfg`` (parsed, not yet resolved) says; returns the exit code.
+
+    What a user can mend (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
+    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback.
+    """
+    configure_logging(cfg.logging_level)
+    try:
+        cfg = validate_args(apply_checkpoint_args(cfg), world_size_from_environment())
+        if cfg.dry_run:
+            if rank_from_environment() == 0:
+                sys.stdout.write(dry_run_report(cfg))
+            return 0
+        code = _run(cfg, make_task)
+    except ConfigError as error:
+        return _refuse(str(error), 2)
+    except (ValueError, OSError, ArithmeticError) as error:
+        return _refuse(f"{type(error).__name__}: {error}", 1)
+    shut_down()
+    return code
+
+
+def _refuse(message: str, code: int) -> int:
+    if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
+        traceback.print_exc()
+    rank = rank_from_environment()
+    if rank == 0 or code != 2:  # every rank finds the same configuration problems, but may find its own data problem
+        sys.stderr.write(f"error: {message}\n" if rank == 0 else f"error on rank {rank}: {message}\n")
+        sys.stderr.flush()
+    return code
+
+
+def _run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
+    groups = initialize_megatron(cfg)
+    logger.info("%s", format_arguments(cfg))
+    tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
+    with ExitConditions(cfg) as exits:
+        parts = build_components(cfg, make_task(cfg, tokenizer), groups)
+        info = run_info(cfg, parts)
+        for hook in parts.hooks:
+            hook.on_train_start(info)
+        try:
+            return _train_and_evaluate(cfg, parts, exits)
+        finally:
+            for hook in parts.hooks:
+                hook.on_train_end(parts.state)
+
+
+def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> int:
+    trainer = Trainer(cfg, parts, exits)
+    code = 0
+    if not cfg.skip_train:
+        reason = trainer.train()
+        code = reason.exit_code
+        if not reason.finished:
+            return code
+    trainer.evaluate(parts.valid_sets, "validation", final=True)
+    trainer.evaluate(parts.test_sets, "test", final=True)
+    return code
+
+
+def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
+    """Model, optimizer, schedule, checkpoint and data, in the order in which they need each other."""
+    model = parallelize(build_model(task, training_device()), cfg, groups)
+    report_parameters(model, groups)
+    optimizer = get_megatron_optimizer(optimizer_config_from_args(cfg), model, groups=groups)
+    scheduler = get_optimizer_param_scheduler(cfg, optimizer)
+    checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
+    state = checkpointer.load() or TrainState()
+    timers = Timers(cfg.timing_log_level, cfg.timing_log_option)
+    parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer, timers)
+    train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
+    if not cfg.skip_train:
+        parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
+    parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
+    parts.hooks = build_hooks(cfg, timers=timers, flops_per_sample=task.flops_per_sample())
+    return parts
+
+
+def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
+    """What hooks are told at the start."""
+    device = training_device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return RunInfo(
+        state=parts.state, train_iters=cfg.train_iters or 0, rank=rank_from_environment(), world_size=cfg.world_size,
+        data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
+    )  # fmt: skip
+
+
+def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
+    """This rank's micro-batches from the checkpoint's position on."""
+    if cfg.dataloader_type == "external":
+        return iter(dataset)
+    if dataset is None:
+        raise ValueError("there is no training data: give --data-path, --train-data-path or --mock-data")
+    order = EpochShuffle(len(dataset), cfg.seed) if cfg.dataloader_type == "cyclic" else sequential
+    sampler = TrainSampler(
+        Shard(cfg.micro_batch_size, groups.dp.rank, groups.dp.size),
+        batch_size_at(cfg),
+        order,
+        consumed_samples=state.consumed_train_samples,
+        total_samples=sys.maxsize if cfg.dataloader_type == "cyclic" else len(dataset),
+    )
+    return iter(build_loader(dataset, sampler, cfg.num_workers, torch.cuda.is_available()))
+
+

@@ -1,0 +1,43 @@
+"""Sums of losses over micro-batches and data-parallel ranks, in float64, with one all-reduce for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.pipeline_parallel.schedules import MicroBatchResult
+from megatron.core.process_groups import Group
+
+
+class LossSums:
+    """``name -> [sum, count]`` and the number of valid tokens; means are taken only at the end, over everything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self.pairs: dict[str, Tensor] = {}
+
+    def add(self, results: Iterable[MicroBatchResult]) -> LossSums:
+        """Adds the micro-batches of one forward-backward pass."""
+        for result in results:
+            self.num_tokens = self.num_tokens + result.num_tokens.to(self.device, torch.float64)
+            for name, pair in result.logged.items():
+                pair = pair.to(self.device)
+                self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
+        return self
+
+    def all_reduce(self, group: Group) -> LossSums:
+        """Sums over the ranks of ``group``; every rank must have logged the same names."""
+        if group.size > 1:
+            flat = torch.cat([self.num_tokens.reshape(1), *self.pairs.values()])
+            dist.all_reduce(flat, group=group.handle)
+            self.num_tokens = flat[0]
+            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(self.pairs)}
+        return self
+
+    def means(self) -> dict[str, Tensor]:
+        """``name -> sum / count`` (0-d tensors); NaN where nothing counted."""
+        return {name: pair[0] / pair[1] for name, pair in self.pairs.items()}

@@ -1,0 +1,49 @@
+"""A task: all that is specific to one kind of model. The training loop knows nothing else about it.
+
+To train something of your own, subclass :class:`Task`, or pass the same five functions to
+``megatron.training.pretrain``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from megatron.training.config.pretrain_config import PretrainConfig
+
+NumSamples = tuple[int | None, int | None, int | None]
+
+
+class Task:
+    """Model, data, loss and cost of one kind of training. ``cfg`` is resolved; ``tokenizer`` may be None."""
+
+    def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+
+    def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        """The model, or the stage of it that has (or lacks) the embedding and the output layer."""
+        raise NotImplementedError
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+        """Three data sets (or None); the second may be a list of named validation sets. Map-style: ``ds[i] -> dict``."""
+        raise NotImplementedError
+
+    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
+        """The next micro-batch on this rank's device."""
+        raise NotImplementedError
+
+    def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """``(sum of token losses, number of tokens, {name: [sum, count]})``."""
+        raise NotImplementedError
+
+    def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
+        """One forward pass: the output, and a function of the output that gives :meth:`loss_func`'s triple."""
+        raise NotImplementedError
+
+    def flops_per_sample(self) -> float | None:
+        """Model FLOPs of one training sample, forward and backward, without recomputation; None when unknown."""
+        return None

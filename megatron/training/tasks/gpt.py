@@ -1,0 +1,96 @@
+"""Next-token prediction with a decoder-only transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.models.common.flops import gpt_flops_per_sample
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.datasets import gpt_dataset_config
+from megatron.training.initialize import training_device
+from megatron.training.tasks.base import NumSamples, Task
+
+
+class GPTTask(Task):
+    """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
+
+    def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
+        """A :class:`GPTModel` of the flags' shape; initial weights depend on the seed and the names alone."""
+        cfg = self.cfg
+        config = core_transformer_config_from_args(cfg)
+        return GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(config),
+            vocab_size=self.vocab_size,
+            max_sequence_length=cfg.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+            position_embedding_type=cfg.position_embedding_type,
+            rotary_percent=cfg.rotary_percent,
+            rotary_base=cfg.rotary_base,
+            rope_scaling=cfg.use_rope_scaling,
+            rope_scaling_factor=cfg.rope_scaling_factor,
+            seq_len_interpolation_factor=cfg.rotary_seq_len_interpolation_factor,
+            seed=cfg.seed,
+            make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
+            groups=parallel_state.get_process_groups(),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The true size: padding is the model's own business and never trained."""
+        return self.tokenizer.vocab_size
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+        """GPT data sets (blended, split) from the data flags."""
+        kind = MockGPTDataset if self.cfg.mock_data else GPTDataset
+        config = gpt_dataset_config(self.cfg, self.tokenizer)
+        return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
+
+    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
+        """tokens, labels, loss_mask, position_ids [b, s], sample_index [b], cu_seqlens when documents are kept apart."""
+        device = training_device()
+        return {name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()}
+
+    def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Masked sum of the token losses ``output`` fp32 [b, s]."""
+        mask = batch["loss_mask"].to(output.dtype)
+        loss = (output * mask).sum()
+        num_tokens = mask.sum()
+        return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+
+    def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
+        """Token losses of the next micro-batch."""
+        batch = self.get_batch(data_iterator)
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            labels=batch["labels"],
+            packed_seq_params=packed_documents(batch),
+            sample_index=batch["sample_index"],
+        )
+        return output, partial(self.loss_func, batch)
+
+    def flops_per_sample(self) -> float:
+        """Causal attention counted as half, no recomputation, no embedding look-up."""
+        return gpt_flops_per_sample(self.cfg, vocab_size=self.vocab_size)
+
+
+def packed_documents(batch: dict[str, Tensor]) -> PackedSeqParams | None:
+    """The document boundaries of a micro-batch under --reset-attention-mask, in the flattened [b * s] order."""
+    if "cu_seqlens" not in batch:
+        return None
+    cu_seqlens = batch["cu_seqlens"]
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)

@@ -1,0 +1,207 @@
+"""The training loop. :meth:`Trainer.train` is the recipe; everything it calls is one idea with a name."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed.replicas import check_replicas
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups import ProcessGroups
+from megatron.training.checkpointing import Checkpointer
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.evaluate import EvalSet, Evaluator
+from megatron.training.exit_conditions import ExitConditions, ExitReason, every, is_eval_iteration, is_save_iteration
+from megatron.training.hooks.base import Hook
+from megatron.training.initialize import training_device
+from megatron.training.metrics import StepMetrics, check_finite
+from megatron.training.reduction import LossSums
+from megatron.training.tasks.base import Task
+from megatron.training.timers import Timers
+from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Components:
+    """What a run is made of, built by ``megatron.training.pretrain``."""
+
+    task: Task
+    groups: ProcessGroups
+    model: list[nn.Module]
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    state: TrainState
+    checkpointer: Checkpointer
+    timers: Timers
+    train_iterator: Iterator[dict] | None = None
+    valid_sets: list[EvalSet] = field(default_factory=list)
+    test_sets: list[EvalSet] = field(default_factory=list)
+    hooks: Sequence[Hook] = ()
+
+
+class Trainer:
+    """Trains ``parts.model`` until an exit condition holds."""
+
+    def __init__(self, cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> None:
+        self.cfg, self.parts, self.exits = cfg, parts, exits
+        self.state, self.timers = parts.state, parts.timers
+        self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
+        self.device = training_device()
+        self.flops_per_sample = parts.task.flops_per_sample()
+
+    def train(self) -> ExitReason:
+        """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
+        reason = self.exits.check(self.state)
+        self.collect_garbage(force=True)
+        while reason is None:
+            metrics = self.train_step()
+            for hook in self.parts.hooks:
+                hook.on_step(self.state, metrics)
+            if is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
+                self.evaluate()
+            reason = self.exits.check(self.state)
+            if is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
+                self.save()
+            self.between_steps()
+        logger.info("%s", reason.message)
+        return reason
+
+    def train_step(self) -> StepMetrics:
+        """One update from one global batch; what it measured."""
+        started = time.perf_counter()
+        size = batch_sizes.running_global_batch_size(
+            self.cfg, self.state.consumed_train_samples, self.cfg.data_parallel_size
+        )
+        self.parts.scheduler.set_samples(self.state.consumed_train_samples)
+        rate = max(group["lr"] for group in self.parts.optimizer.param_groups)
+        if self.state.iteration + 1 in self.cfg.iterations_to_skip:
+            metrics = self._skip_batch(size)
+        else:
+            metrics = self._update(size)
+        metrics.learning_rate = rate
+        self._count(size, metrics)
+        metrics.elapsed = time.perf_counter() - started
+        return metrics
+
+    def _update(self, size: int) -> StepMetrics:
+        """Forward and backward over the micro-batches, the sum over ranks, the optimizer step."""
+        sums = self._forward_backward(size)
+        with self.timers.scope("optimizer", log_level=1):
+            updated, grad_norm, num_zeros = self.parts.optimizer.step()
+        losses = sums.means()
+        if self.cfg.check_for_nan_in_loss_and_grad and self.parts.optimizer.found_nonfinite and updated:
+            raise AssertionError("the optimizer updated weights with a gradient that is not finite")
+        return StepMetrics(
+            losses=losses,
+            num_tokens=sums.num_tokens,
+            learning_rate=0.0,
+            global_batch_size=size,
+            loss_scale=self.parts.optimizer.get_loss_scale(),
+            grad_norm=grad_norm,
+            num_zeros=num_zeros,
+            params_norm=self.parts.optimizer.params_norm() if self.cfg.log_params_norm else None,
+            skipped=not updated,
+        )
+
+    def _forward_backward(self, size: int) -> LossSums:
+        """Gradients of the mean loss per valid token of the global batch, in ``main_grad``."""
+        parts, cfg = self.parts, self.cfg
+        expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
+        for chunk in parts.model:
+            chunk.zero_grad_buffer()
+        with self.timers.scope("forward-backward", log_level=1):
+            results = get_forward_backward_func()(
+                forward_step_func=parts.task.forward_step,
+                data_iterator=parts.train_iterator,
+                model=parts.model,
+                num_microbatches=size // (cfg.micro_batch_size * parts.groups.dp.size),
+                loss_transform=lambda loss: parts.optimizer.scale_loss(loss / expected_tokens),
+                seq_length=cfg.seq_length,
+                micro_batch_size=cfg.micro_batch_size,
+            )
+        sums = LossSums(self.device).add(results)
+        if cfg.check_for_nan_in_loss_and_grad:
+            check_finite(
+                {name: pair[0] for name, pair in sums.pairs.items()},
+                iteration=self.state.iteration + 1,
+                rank=dist.get_rank() if dist.is_initialized() else 0,
+                consumed_samples=self.state.consumed_train_samples,
+            )
+        finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
+        return sums.all_reduce(parts.groups.dp)
+
+    def _skip_batch(self, size: int) -> StepMetrics:
+        """--iterations-to-skip: the data is consumed, the weights stay."""
+        for _ in range(size // (self.cfg.micro_batch_size * self.parts.groups.dp.size)):
+            next(self.parts.train_iterator)  # type: ignore[arg-type]
+        self.state.skipped_train_samples += size
+        return StepMetrics(
+            losses={}, num_tokens=0, learning_rate=0.0, global_batch_size=size,
+            loss_scale=self.parts.optimizer.get_loss_scale(), skipped=True,
+        )  # fmt: skip
+
+    def _count(self, size: int, metrics: StepMetrics) -> None:
+        state = self.state
+        state.iteration += 1
+        state.consumed_train_samples += size
+        if metrics.skipped and metrics.losses:
+            state.skipped_iterations += 1
+        if self.flops_per_sample is not None:
+            state.floating_point_operations += self.flops_per_sample * size
+
+    def evaluate(self, sets: list[EvalSet] | None = None, name: Any = "validation", final: bool = False) -> None:
+        """Evaluates and tells the hooks; a set that is not there is silently nothing to do."""
+        sets = self.parts.valid_sets if sets is None else sets
+        if not sets:
+            return
+        if self.cfg.manual_gc and self.cfg.manual_gc_eval:
+            gc.collect()
+        results = self.evaluator.evaluate(sets, name, final)
+        for hook in self.parts.hooks:
+            hook.on_evaluate(self.state, results)
+
+    def save(self) -> None:
+        """Writes a checkpoint of this moment, if --save says where."""
+        if self.cfg.save is None:
+            return
+        for hook in self.parts.hooks:
+            hook.on_save(self.state)
+        if self.parts.checkpointer.save(self.state):
+            for hook in self.parts.hooks:
+                hook.on_saved(self.state)
+
+    def between_steps(self) -> None:
+        """Housekeeping that must happen at the same iteration on every rank."""
+        cfg, iteration = self.cfg, self.state.iteration
+        if every(cfg.check_weight_hash_across_dp_replicas_interval, iteration):
+            differing = [each for chunk in self.parts.model for each in check_replicas(chunk, chunk.group)]  # type: ignore[arg-type]
+            if differing:
+                listed = ", ".join(f"{name} on data-parallel rank {rank}" for name, rank in differing[:8])
+                raise RuntimeError(f"iteration {iteration}: replicas differ in {len(differing)} places: {listed}")
+        if every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if cfg.empty_unused_memory_level and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.collect_garbage(force=False)
+
+    def collect_garbage(self, force: bool) -> None:
+        """--manual-gc: collections happen here and nowhere else."""
+        if not self.cfg.manual_gc:
+            return
+        if force:
+            gc.disable()
+        if force or every(self.cfg.manual_gc_interval, self.state.iteration):
+            gc.collect()

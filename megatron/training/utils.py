@@ -1,0 +1,90 @@
+"""Small helpers that entry scripts import: printing on one rank, batches, averages of losses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.training.initialize import training_device
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def print_rank_0(message: Any) -> None:
+    """To stdout, from rank 0 only."""
+    if _rank_and_world_size()[0] == 0:
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+
+def print_rank_last(message: Any) -> None:
+    """To stdout, from the last rank only."""
+    rank, world_size = _rank_and_world_size()
+    if rank == world_size - 1:
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+
+def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
+    """The next micro-batch on this rank's device; ``attention_mask`` is None, as the causal mask needs no tensor."""
+    device = training_device()
+    batch = {name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()}
+    batch.setdefault("attention_mask", None)  # type: ignore[arg-type]
+    return batch
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's part of the sequence: all of it, as long as context parallelism is not available."""
+    return batch
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Mean over the data-parallel ranks of a list of scalar losses, as one tensor."""
+    averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    group = parallel_state.get_process_groups().dp
+    if group.size > 1:
+        dist.all_reduce(averaged, group=group.handle)
+        averaged /= group.size
+    return averaged
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(attention_mask bool [b or 1, 1, s, s] True where hidden, loss_mask fp32 [b, s], position_ids int64 [b, s])``.
+
+    ``data`` is int64 [b, s]. The dense mask is for scripts that want one; our own models never need it.
+    """
+    is_eod = data == eod_token
+    documents = torch.cumsum(torch.nn.functional.pad(is_eod.long(), (1, 0))[:, :-1], dim=1)
+    causal = torch.ones(data.shape[1], data.shape[1], dtype=torch.bool, device=data.device).tril()
+    visible = causal[None]
+    if reset_attention_mask:
+        visible = visible & (documents[:, :, None] == documents[:, None, :])
+    position_ids = torch.arange(data.shape[1], device=data.device).expand_as(data).clone()
+    if reset_position_ids:
+        starts = torch.nn.functional.pad(is_eod, (1, 0))[:, :-1]
+        position_ids -= torch.where(starts, position_ids, 0).cummax(dim=1).values
+    loss_mask = torch.ones(data.shape, dtype=torch.float32, device=data.device)
+    if eod_mask_loss:
+        loss_mask[is_eod] = 0.0
+    return ~visible[:, None], loss_mask, position_ids
+
+
+def unwrap_model(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
+    """The module inside data-parallel wrappers."""
+    if isinstance(model, list):
+        return [unwrap_model(chunk) for chunk in model]  # type: ignore[misc]
+    return unwrap_model(model.module) if hasattr(model, "module") else model

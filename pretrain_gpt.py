@@ -1,0 +1,22 @@
+"""Pretrain GPT-like models: ``torchrun --nproc_per_node=N pretrain_gpt.py --num-layers … --data-path …``.
+
+What is specific to GPT is a task: its model, data sets, batch, forward step and loss (megatron/training/tasks/gpt.py).
+"""
+
+import sys
+
+from megatron.training.arguments import parse_args
+
+
+def main() -> int:
+    """Parse first: ``--help`` and bad flags answer before torch is loaded."""
+    cfg = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+
+    from megatron.training.pretrain import run
+    from megatron.training.tasks.gpt import GPTTask
+
+    return run(cfg, GPTTask)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
