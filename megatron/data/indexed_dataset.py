@@ -1,0 +1,193 @@
+"""Tokenized documents on disk: a ``.bin`` of tokens and an ``.idx`` that says where each sequence and document starts.
+
+``IndexedDataset`` reads a pair (Megatron-LM's or our own, see ``index_format``), ``IndexedDatasetBuilder`` writes one.
+What is left out: object storage.
+"""
+
+import difflib
+import glob
+import logging
+import os
+from typing import Any
+
+import numpy as np
+
+from megatron.data.index_format import (
+    DType,
+    Index,
+    IndexedDatasetError,
+    get_bin_path,
+    get_idx_path,
+    map_file,
+    read_index,
+)
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+
+__all__ = [
+    "DType",
+    "IndexedDataset",
+    "IndexedDatasetBuilder",
+    "IndexedDatasetError",
+    "get_bin_path",
+    "get_idx_path",
+    "resolve_prefix",
+]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SUFFIX = "_text_document"  # what tools/preprocess_data.py appends for the default json key
+
+
+class MemoryMappedTokens:
+    """The whole ``.bin`` as one read-only array; slices are views and keep the mapping alive."""
+
+    def __init__(self, bin_path: str, dtype: Any):
+        self.tokens = map_file(bin_path).view(dtype)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """``count`` tokens from token ``start``."""
+        return self.tokens[start : start + count]
+
+
+class FileTokens:
+    """The ``.bin`` read with ``pread``: no file position, so forked workers may share the descriptor."""
+
+    def __init__(self, bin_path: str, dtype: Any):
+        self.bin_path, self.dtype = bin_path, np.dtype(dtype)
+        self.file = open(bin_path, "rb", buffering=0)  # noqa: SIM115 (lives as long as the data set)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """``count`` tokens from token ``start``, as a new array."""
+        tokens = np.empty(count, dtype=self.dtype)
+        target = memoryview(tokens).cast("B") if count else memoryview(b"")
+        offset, done = start * self.dtype.itemsize, 0
+        while done < len(target):  # one call reads at most 2 GiB
+            got = os.preadv(self.file.fileno(), [target[done:]], offset + done)
+            if got == 0:
+                raise IndexedDatasetError(f"{self.bin_path} ends before byte {offset + len(target)}: it shrank after opening")
+            done += got
+        return tokens
+
+
+class IndexedDataset:
+    """Sequences of tokens by number.
+
+    Args:
+        path_prefix: the two files' common path, without ``.bin`` and ``.idx``.
+        multimodal: the index also holds a mode per sequence.
+        mmap: map the ``.bin`` (arrays are read-only views) instead of reading it (arrays are copies).
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        IndexedDatasetError: a ValueError; the files are damaged or do not belong together.
+    """
+
+    def __init__(self, path_prefix: str, multimodal: bool = False, mmap: bool = True):
+        self.path_prefix, self.multimodal, self.mmap = str(path_prefix), multimodal, mmap
+        idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
+        for path in (idx_path, bin_path):
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"{path} does not exist. A data set is a pair of files {self.path_prefix}.bin and .idx")
+        self.index: Index = read_index(idx_path, os.path.getsize(bin_path), multimodal)
+        reader = MemoryMappedTokens if mmap else FileTokens
+        self._tokens = reader(bin_path, self.index.dtype)
+        # keeps the hot path off the properties of Index
+        self._lengths, self._pointers, self._size = (
+            self.index.sequence_lengths,
+            self.index.sequence_pointers,
+            self.index.dtype_size,
+        )
+
+    def __getstate__(self) -> tuple[str, bool, bool]:
+        return self.path_prefix, self.multimodal, self.mmap
+
+    def __setstate__(self, state: tuple[str, bool, bool]) -> None:
+        IndexedDataset.__init__(self, *state)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __getitem__(self, idx: Any) -> Any:
+        """The sequence ``idx``, or the list of sequences of a contiguous slice; with the modes if multimodal."""
+        if isinstance(idx, int | np.integer):
+            return self.get(int(idx))
+        if not isinstance(idx, slice):
+            raise TypeError(f"an IndexedDataset is indexed by a number or a slice, not by {type(idx).__name__}")
+        start, stop, step = idx.indices(len(self))
+        if step != 1:
+            raise ValueError(f"a slice of an IndexedDataset must have step 1, not {step}")
+        lengths = self._lengths[start:stop].astype(np.int64)
+        sequences: list[np.ndarray] = []
+        if len(lengths):
+            tokens = self._tokens.read(int(self._pointers[start]) // self._size, int(lengths.sum()))
+            sequences = np.split(tokens, np.cumsum(lengths)[:-1])
+        return (sequences, self.sequence_modes[start:stop]) if self.multimodal else sequences
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
+        """``length`` tokens (all that remain by default) of sequence ``idx`` from token ``offset``."""
+        if not -len(self._lengths) <= idx < len(self._lengths):
+            raise IndexError(f"sequence {idx} of {self.path_prefix}, which has {len(self)}")
+        available = int(self._lengths[idx]) - offset
+        length = available if length is None else int(length)
+        if offset < 0 or not 0 <= length <= available:
+            raise IndexError(
+                f"{length} tokens from offset {offset} of sequence {idx} of {self.path_prefix}, "
+                f"which has {int(self._lengths[idx])} tokens"
+            )
+        tokens = self._tokens.read(int(self._pointers[idx]) // self._size + int(offset), length)
+        return (tokens, self.sequence_modes[idx]) if self.multimodal else tokens
+
+    def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
+        """Fill ``out`` with the tokens of ``sequences`` laid end to end, from token ``offset`` of the first one.
+
+        Returns the number of tokens written, which is less than ``len(out)`` where the sequences end early.
+        """
+        filled, size, wanted = 0, self._size, len(out)
+        for start, length in zip(self._pointers[sequences].tolist(), self._lengths[sequences].tolist()):
+            count = min(length - offset, wanted - filled)
+            out[filled : filled + count] = self._tokens.read(start // size + offset, count)
+            filled, offset = filled + count, 0
+        return filled
+
+    @property
+    def sequence_lengths(self) -> np.ndarray:
+        """int32[S], tokens per sequence."""
+        return self.index.sequence_lengths
+
+    @property
+    def document_indices(self) -> np.ndarray:
+        """int64[D], the sequence number at which each document starts, and S at the end."""
+        return self.index.document_indices
+
+    @property
+    def sequence_modes(self) -> np.ndarray:
+        """int8[S], multimodal data sets only."""
+        if self.index.sequence_modes is None:
+            raise ValueError(f"{self.path_prefix} is not multimodal: it holds no sequence modes")
+        return self.index.sequence_modes
+
+    @staticmethod
+    def exists(path_prefix: str) -> bool:
+        """Whether both files are there."""
+        return os.path.exists(get_idx_path(path_prefix)) and os.path.exists(get_bin_path(path_prefix))
+
+
+def resolve_prefix(path_prefix: str) -> str:
+    """The prefix to open for what a user gave as data path: itself, or with ``_text_document`` where that exists.
+
+    Raises:
+        FileNotFoundError: neither exists; names what is near.
+    """
+    if IndexedDataset.exists(path_prefix):
+        return path_prefix
+    suffixed = path_prefix + DEFAULT_SUFFIX
+    if IndexedDataset.exists(suffixed):
+        logger.info("no files %s.bin/.idx; using %s", path_prefix, suffixed)
+        return suffixed
+    found = glob.glob(glob.escape(os.path.dirname(path_prefix) or ".") + "/*.idx")
+    near = difflib.get_close_matches(path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7)
+    hint = f" Near by: {', '.join(near)}." if near else ""
+    raise FileNotFoundError(
+        f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor {suffixed}.bin/.idx exist as a pair.{hint} "
+        "A data path is what tools/preprocess_data.py printed, without .bin or .idx."
+    )

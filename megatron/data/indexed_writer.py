@@ -1,0 +1,249 @@
+"""Writing a ``.bin``/``.idx`` pair in one pass and bounded memory.
+
+Tokens stream into the ``.bin``; lengths, document boundaries and modes are spooled to disk beside it and become the
+``.idx`` at the end. All of it goes to temporary names in the target folder. ``finalize`` syncs them and renames the
+``.bin``, then the ``.idx``: whatever happens before that (a full disk, a kill) leaves nothing that looks complete.
+"""
+
+import array
+import contextlib
+import os
+import shutil
+import struct
+import weakref
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron.data.index_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path, read_index
+
+BUFFER_BYTES = 4 << 20
+SPOOL_ITEMS = 1 << 18
+
+
+class Spool:
+    """A growing column of integers: the latest in memory, the rest in a temporary file."""
+
+    def __init__(self, path: str, typecode: str):
+        self.path, self.buffer, self.count = path, array.array(typecode), 0
+        self.file: BinaryIO = open(path, "w+b", buffering=0)  # noqa: SIM115 (closed by the builder)
+
+    def append(self, value: int) -> None:
+        self.buffer.append(value)
+        self.count += 1
+        if len(self.buffer) >= SPOOL_ITEMS:
+            self.flush()
+
+    def extend(self, values: np.ndarray) -> None:
+        self.flush()
+        values = np.asarray(values, dtype=np.dtype(self.buffer.typecode))
+        for start in range(0, len(values), SPOOL_ITEMS):
+            self.write(values[start : start + SPOOL_ITEMS].tobytes())
+        self.count += len(values)
+
+    def flush(self) -> None:
+        if self.buffer:
+            self.write(self.buffer.tobytes())
+            del self.buffer[:]
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[self.file.write(view) :]
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """All values from the first, a piece at a time."""
+        self.flush()
+        self.file.seek(0)
+        dtype = np.dtype(self.buffer.typecode)
+        while data := self.file.read(SPOOL_ITEMS * dtype.itemsize):
+            yield np.frombuffer(data, dtype=dtype)
+
+
+class IndexedDatasetBuilder:
+    """Write documents, then ``finalize``; as a context manager, an exception inside removes what was written.
+
+    Args:
+        bin_path: the ``.bin`` to write.
+        dtype: token type, ``DType.optimal_dtype(vocab_size)`` for text.
+        multimodal: store a mode per sequence.
+
+    Raises:
+        OSError: from any method, when the disk is full or a file cannot be written; the partial files are gone then.
+        ValueError: a token does not fit ``dtype``, or lengths do not sum to the number of tokens.
+    """
+
+    def __init__(self, bin_path: str, dtype: Any = np.int32, multimodal: bool = False):
+        self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
+        self._np_dtype = np.dtype(dtype)
+        DType.code_from_dtype(dtype)
+        partial = f"{self.bin_path}.partial-{os.getpid()}"
+        self._paths = {name: f"{partial}.{name}" for name in ("bin", "idx", "lengths", "documents", "modes")}
+        self._cleanup = weakref.finalize(self, _remove, list(self._paths.values()), os.getpid())
+        self._open = True
+        with self._reporting():
+            self.data_file: BinaryIO = open(self._paths["bin"], "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+            self._lengths = Spool(self._paths["lengths"], "i")
+            self._documents = Spool(self._paths["documents"], "q")
+            self._modes = Spool(self._paths["modes"], "b") if multimodal else None
+            self._documents.append(0)
+
+    def __enter__(self) -> "IndexedDatasetBuilder":
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._open:
+            self.abort()
+
+    def add_item(self, tensor: Any, mode: int = 0) -> None:
+        """Append one sequence to the open document; ``end_document`` closes it."""
+        tokens = self._as_tokens(tensor)
+        with self._reporting():
+            self.data_file.write(tokens.data)
+            self._lengths.append(tokens.size)
+            if self._modes is not None:
+                self._modes.append(mode)
+
+    def end_document(self) -> None:
+        """Close the document that ``add_item`` filled."""
+        with self._reporting():
+            self._documents.append(self._lengths.count)
+
+    def add_document(self, tensor: Any, lengths: Any, modes: Any = None) -> None:
+        """Append a whole document: its tokens and the lengths of its sequences."""
+        tokens = self._as_tokens(tensor)
+        if sum(lengths) != tokens.size:
+            raise ValueError(f"the lengths of a document sum to {sum(lengths)}, but it has {tokens.size} tokens")
+        with self._reporting():
+            self.data_file.write(tokens.data)
+            for length in lengths:
+                self._lengths.append(length)
+            self._documents.append(self._lengths.count)
+            if self._modes is not None:
+                for mode in modes if modes is not None else [0] * len(lengths):
+                    self._modes.append(mode)
+
+    def add_documents(self, tensor: Any, lengths: Any) -> None:
+        """Append many documents of one sequence each: the tokens of all, and the length of each."""
+        tokens, sizes = self._as_tokens(tensor), np.asarray(lengths, dtype=np.int32)
+        if int(sizes.sum(dtype=np.int64)) != tokens.size or (len(sizes) and int(sizes.min()) < 0):
+            raise ValueError(f"the lengths sum to {int(sizes.sum(dtype=np.int64))}, but there are {tokens.size} tokens")
+        with self._reporting():
+            self.data_file.write(tokens.data)
+            first = self._lengths.count
+            self._lengths.extend(sizes)
+            self._documents.extend(np.arange(first + 1, first + len(sizes) + 1, dtype=np.int64))
+            if self._modes is not None:
+                self._modes.extend(np.zeros(len(sizes), dtype=np.int8))
+
+    def add_index(self, path_prefix: str) -> None:
+        """Append a whole data set of the same dtype, as if its documents had been added here."""
+        bin_path = get_bin_path(path_prefix)
+        index = read_index(get_idx_path(path_prefix), os.path.getsize(bin_path), self.multimodal)
+        if index.dtype != self.dtype:
+            raise ValueError(
+                f"{path_prefix} holds {index.dtype.__name__} tokens, this data set {self.dtype.__name__}: "
+                "tokenize both with the same vocabulary"
+            )
+        with self._reporting():
+            first = self._lengths.count
+            self._lengths.extend(index.sequence_lengths)
+            for start in range(1, index.document_count, SPOOL_ITEMS):
+                self._documents.extend(index.document_indices[start : start + SPOOL_ITEMS] + first)
+            if self._modes is not None and index.sequence_modes is not None:
+                self._modes.extend(index.sequence_modes)
+            with open(bin_path, "rb") as source:
+                shutil.copyfileobj(source, self.data_file, BUFFER_BYTES)
+
+    def finalize(self, idx_path: str) -> None:
+        """Write the index, sync both files and move them to their names, the ``.idx`` last."""
+        if not self._open:
+            raise ValueError(f"{self.bin_path} is already finished or was given up")
+        with self._reporting():
+            self.data_file.flush()
+            os.fsync(self.data_file.fileno())
+            self.data_file.close()
+            with open(self._paths["idx"], "wb", buffering=BUFFER_BYTES) as stream:
+                self._write_index(stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(idx_path)  # an older index must never stand beside the new tokens
+            os.replace(self._paths["bin"], self.bin_path)
+            os.replace(self._paths["idx"], idx_path)
+            for folder in {os.path.dirname(os.path.abspath(path)) for path in (self.bin_path, idx_path)}:
+                sync_folder(folder)
+        self.abort()
+
+    def abort(self) -> None:
+        """Give up: close and remove the temporary files. Harmless after ``finalize``."""
+        self._open = False
+        for file in (self.data_file, self._lengths.file, self._documents.file, self._modes and self._modes.file):
+            if file:
+                with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
+                    file.close()
+        self._cleanup()
+
+    def _write_index(self, stream: BinaryIO) -> None:
+        stream.write(
+            HEADER.pack(MAGIC, VERSION, DType.code_from_dtype(self.dtype), self._lengths.count, self._documents.count)
+        )
+        for lengths in self._lengths.chunks():
+            stream.write(lengths.astype("<i4").tobytes())
+        position = 0
+        for lengths in self._lengths.chunks():
+            ends = position + np.cumsum(lengths.astype("<i8") * self._np_dtype.itemsize)
+            stream.write(struct.pack("<q", position) + ends[:-1].astype("<i8").tobytes())
+            position = int(ends[-1])
+        for documents in self._documents.chunks():
+            stream.write(documents.astype("<i8").tobytes())
+        if self._modes is not None:
+            for modes in self._modes.chunks():
+                stream.write(modes.tobytes())
+
+    def _as_tokens(self, values: Any) -> np.ndarray:
+        """``values`` as a contiguous array of the data set's dtype; a value that does not fit is refused."""
+        given = np.asarray(values)
+        if given.dtype == self._np_dtype:
+            return np.ascontiguousarray(given)
+        if given.dtype.kind in "iu" and self._np_dtype.kind in "iu" and given.size:
+            limits = np.iinfo(self._np_dtype)
+            low, high = int(given.min()), int(given.max())
+            if low < limits.min or high > limits.max:
+                worst = low if low < limits.min else high
+                raise ValueError(
+                    f"token id {worst} does not fit {self._np_dtype.name} ({limits.min} to {limits.max}) in {self.bin_path}: "
+                    "choose the dtype with DType.optimal_dtype(vocab_size)"
+                )
+        return np.ascontiguousarray(given, dtype=self._np_dtype)
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A write error removes the partial files and says which data set it was."""
+        try:
+            yield
+        except OSError as error:
+            if hasattr(self, "_documents"):
+                self.abort()
+            self._cleanup()
+            raise OSError(
+                error.errno, f"cannot write {self.bin_path}: {error.strerror}. The partial files are removed; nothing is kept"
+            ) from error
+
+
+def sync_folder(folder: str) -> None:
+    """Make renames in ``folder`` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(paths: list[str], pid: int) -> None:
+    if os.getpid() != pid:  # a forked worker must not remove its parent's files
+        return
+    for path in paths:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
