@@ -13,7 +13,7 @@ initial rate, the closed forms are::
     inverse-square-root     max(m, L sqrt(max(w, 1)) / sqrt(max(n, 1)))
     linear                  m + (L - m) (1 - r)                              r = (n - w) / (d - w)
     cosine                  m + (L - m) (cos(pi r) + 1) / 2
-    WSD                     L while n <= d - a, then m + (L - m) f(q)        q = (n - d + a) / a, a the annealing samples
+    WSD                     L while n <= d - a, then m + (L - m) f(q)        q = (n - d + a) / a, a annealing samples
         linear              f(q) = 1 - q
         cosine              f(q) = (cos(pi q) + 1) / 2
         exponential         f(q) = 2 * 0.5^q - 1
@@ -218,7 +218,7 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool = False, **fields: Any,
     ) -> None:  # fmt: skip
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
-            raise ValueError("--use-checkpoint-opt_param-scheduler and --override-opt_param-scheduler exclude each other")
+            raise ValueError("--use-checkpoint- and --override-opt_param-scheduler exclude each other")
         self.optimizer = optimizer
         ready = len(plan) == 1 and not fields and isinstance(plan[0], SchedulePlan)
         self.plan: SchedulePlan = plan[0] if ready else SchedulePlan(*plan, **fields)

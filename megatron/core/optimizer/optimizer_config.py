@@ -26,7 +26,10 @@ class OptimizerConfig:
     """Lower bound of ``decoupled_lr``."""
 
     weight_decay: float = 0.01
-    """Decoupled weight decay of matrices."""
+    """Weight decay of matrices."""
+
+    decoupled_weight_decay: bool = True
+    """Shrink weights directly (AdamW); otherwise the decay is added to the gradient (Adam with L2)."""
 
     apply_wd_to_qk_layernorm: bool = False
     """Decay the weights of the query and key normalization too."""

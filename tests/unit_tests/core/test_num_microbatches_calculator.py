@@ -18,10 +18,10 @@ from megatron.core.num_microbatches_calculator import (
 
 
 def config(**changes):
-    values = dict(
-        micro_batch_size=2, global_batch_size=64, rampup_batch_size=None, step_batch_size_schedule=None,
-        decrease_batch_size_if_needed=False, seq_length=100,
-    )  # fmt: skip
+    values = {
+        "micro_batch_size": 2, "global_batch_size": 64, "rampup_batch_size": None, "step_batch_size_schedule": None,
+        "decrease_batch_size_if_needed": False, "seq_length": 100,
+    }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -53,18 +53,18 @@ def test_token_counts(text, count):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(rampup_batch_size=[16, 15, 300]), "--rampup-batch-size 16 15 300.*--global-batch-size 64"),
-    (dict(rampup_batch_size=[80, 16, 300]), "--rampup-batch-size"),
-    (dict(rampup_batch_size=[16, 16]), "three numbers"),
-    (dict(rampup_batch_size=[0, 16, 300]), "positive"),
-    (dict(step_batch_size_schedule="5:16"), "must be 0"),
-    (dict(step_batch_size_schedule="0:16 5X:32"), "5X"),
-    (dict(step_batch_size_schedule="0:16 1K:32 1K:64"), "rise"),
-    (dict(step_batch_size_schedule="0:0"), "positive"),
-    (dict(step_batch_size_schedule="0-16"), "TOKENS:SIZE"),
-    (dict(step_batch_size_schedule=","), "no entry"),
-    (dict(step_batch_size_schedule="0:16", rampup_batch_size=[16, 16, 300]), "exclude"),
-    (dict(global_batch_size=0), "--global-batch-size 0"),
+    ({"rampup_batch_size": [16, 15, 300]}, "--rampup-batch-size 16 15 300.*--global-batch-size 64"),
+    ({"rampup_batch_size": [80, 16, 300]}, "--rampup-batch-size"),
+    ({"rampup_batch_size": [16, 16]}, "three numbers"),
+    ({"rampup_batch_size": [0, 16, 300]}, "positive"),
+    ({"step_batch_size_schedule": "5:16"}, "must be 0"),
+    ({"step_batch_size_schedule": "0:16 5X:32"}, "5X"),
+    ({"step_batch_size_schedule": "0:16 1K:32 1K:64"}, "rise"),
+    ({"step_batch_size_schedule": "0:0"}, "positive"),
+    ({"step_batch_size_schedule": "0-16"}, "TOKENS:SIZE"),
+    ({"step_batch_size_schedule": ","}, "no entry"),
+    ({"step_batch_size_schedule": "0:16", "rampup_batch_size": [16, 16, 300]}, "exclude"),
+    ({"global_batch_size": 0}, "--global-batch-size 0"),
 ])  # fmt: skip
 def test_bad_schedules_name_flag_and_reason(changes, words):
     with pytest.raises(ValueError, match=words):

@@ -17,44 +17,47 @@ from megatron.core.optimizer_param_scheduler import (
 
 def config(**changes):
     """100 iterations of 10 samples, 10 of them warm-up, 1.0 down to 0.1."""
-    values = dict(
-        lr=1.0, min_lr=0.1, lr_decay_style="linear", lr_decay_iters=None, lr_decay_samples=None, lr_warmup_iters=10,
-        lr_warmup_samples=0, lr_warmup_fraction=None, lr_warmup_init=0.0, lr_wsd_decay_style="exponential",
-        lr_wsd_decay_iters=None, lr_wsd_decay_samples=None, train_iters=100, train_samples=None, global_batch_size=10,
-        weight_decay=0.01, start_weight_decay=None, end_weight_decay=None, weight_decay_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=False,
-    )  # fmt: skip
+    values = {
+        "lr": 1.0, "min_lr": 0.1, "lr_decay_style": "linear",
+        "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 10,
+        "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_warmup_init": 0.0, "lr_wsd_decay_style": "exponential",
+        "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None,
+        "train_iters": 100, "train_samples": None, "global_batch_size": 10,
+        "weight_decay": 0.01, "start_weight_decay": None,
+        "end_weight_decay": None, "weight_decay_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False,
+    }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
 
 
-WSD = dict(lr_decay_style="WSD", lr_wsd_decay_iters=20)
+WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
 TABLE = [
     # what, samples, expected, changes
-    ("warm-up starts at its initial rate", 0, 0.2, dict(lr_warmup_init=0.2)),
+    ("warm-up starts at its initial rate", 0, 0.2, {"lr_warmup_init": 0.2}),
     ("warm-up is linear", 50, 0.5, {}),
-    ("warm-up from an initial rate", 25, 0.2 + 0.8 * 0.25, dict(lr_warmup_init=0.2)),
+    ("warm-up from an initial rate", 25, 0.2 + 0.8 * 0.25, {"lr_warmup_init": 0.2}),
     ("warm-up ends at the peak", 100, 1.0, {}),
-    ("warm-up as a share of the decay", 50, 0.25, dict(lr_warmup_fraction=0.2)),
-    ("no warm-up", 0, 1.0, dict(lr_warmup_iters=0)),
-    ("constant", 990, 1.0, dict(lr_decay_style="constant")),
-    ("constant has no end", 5000, 1.0, dict(lr_decay_style="constant")),
+    ("warm-up as a share of the decay", 50, 0.25, {"lr_warmup_fraction": 0.2}),
+    ("no warm-up", 0, 1.0, {"lr_warmup_iters": 0}),
+    ("constant", 990, 1.0, {"lr_decay_style": "constant"}),
+    ("constant has no end", 5000, 1.0, {"lr_decay_style": "constant"}),
     ("linear half way", 550, 0.55, {}),
     ("linear end", 1000, 0.1, {}),
     ("after the end", 1001, 0.1, {}),
-    ("a shorter decay", 300, 0.1 + 0.9 * 0.5, dict(lr_decay_iters=50)),
-    ("cosine quarter", 325, 0.1 + 0.9 * (0.5 + math.sqrt(0.5) / 2), dict(lr_decay_style="cosine")),
-    ("cosine half way", 550, 0.55, dict(lr_decay_style="cosine")),
-    ("inverse square root", 400, 0.5, dict(lr_decay_style="inverse-square-root")),
-    ("inverse square root, floor", 900, 0.5, dict(lr_decay_style="inverse-square-root", min_lr=0.5)),
-    ("inverse square root without warm-up", 4, 0.5, dict(lr_decay_style="inverse-square-root", lr_warmup_iters=0)),
+    ("a shorter decay", 300, 0.1 + 0.9 * 0.5, {"lr_decay_iters": 50}),
+    ("cosine quarter", 325, 0.1 + 0.9 * (0.5 + math.sqrt(0.5) / 2), {"lr_decay_style": "cosine"}),
+    ("cosine half way", 550, 0.55, {"lr_decay_style": "cosine"}),
+    ("inverse square root", 400, 0.5, {"lr_decay_style": "inverse-square-root"}),
+    ("inverse square root, floor", 900, 0.5, {"lr_decay_style": "inverse-square-root", "min_lr": 0.5}),
+    ("inverse square root without warm-up", 4, 0.5, {"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 0}),
     ("WSD plateau", 800, 1.0, WSD),
     ("WSD exponential", 900, 0.1 + 0.9 * (2 * 0.5**0.5 - 1), WSD),
     ("WSD linear", 850, 0.1 + 0.9 * 0.75, {**WSD, "lr_wsd_decay_style": "linear"}),
     ("WSD cosine", 900, 0.55, {**WSD, "lr_wsd_decay_style": "cosine"}),
     ("WSD minus sqrt", 850, 0.1 + 0.9 * 0.5, {**WSD, "lr_wsd_decay_style": "minus_sqrt"}),
     ("WSD end", 1000, 0.1, WSD),
-    ("samples", 60, 0.6, dict(train_iters=None, train_samples=1000, lr_warmup_samples=100)),
-    ("samples decay", 550, 0.55, dict(train_iters=None, train_samples=1000, lr_warmup_samples=100)),
+    ("samples", 60, 0.6, {"train_iters": None, "train_samples": 1000, "lr_warmup_samples": 100}),
+    ("samples decay", 550, 0.55, {"train_iters": None, "train_samples": 1000, "lr_warmup_samples": 100}),
 ]
 
 
@@ -77,10 +80,10 @@ def test_constant_weight_decay_is_constant():
 
 
 @pytest.mark.parametrize("changes, flag", [
-    (dict(lr=None), "--lr"), (dict(train_iters=None), "--train-iters"), (dict(lr_warmup_iters=100), "--lr-warmup"),
-    (dict(lr_decay_style="WSD"), "--lr-wsd-decay"), (dict(weight_decay_incr_style="linear"), "--start-weight-decay"),
-    (dict(min_lr=2.0), "--min-lr"), (dict(lr_warmup_init=2.0), "--lr-warmup-init"),
-    (dict(weight_decay_incr_style="linear", start_weight_decay=0.3, end_weight_decay=0.1), "--start-weight-decay"),
+    ({"lr": None}, "--lr"), ({"train_iters": None}, "--train-iters"), ({"lr_warmup_iters": 100}, "--lr-warmup"),
+    ({"lr_decay_style": "WSD"}, "--lr-wsd-decay"), ({"weight_decay_incr_style": "linear"}, "--start-weight-decay"),
+    ({"min_lr": 2.0}, "--min-lr"), ({"lr_warmup_init": 2.0}, "--lr-warmup-init"),
+    ({"weight_decay_incr_style": "linear", "start_weight_decay": 0.3, "end_weight_decay": 0.1}, "--start-weight-decay"),
 ])  # fmt: skip
 def test_contradictions_name_the_flag(changes, flag):
     with pytest.raises(ValueError, match=flag):

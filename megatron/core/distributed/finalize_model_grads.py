@@ -1,0 +1,43 @@
+"""What happens between the last backward pass and the optimizer: sums over ranks, then the division by valid tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+
+
+def finalize_model_grads(
+    model_chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
+    **unused: Any,
+) -> Tensor | None:  # fmt: skip
+    """Sum gradients over the data-parallel ranks and normalise them.
+
+    Backward ran on ``sum(token losses) / expected_tokens``, a constant that keeps magnitudes near 1; the gradients of
+    the mean over valid tokens are those times ``expected_tokens / num_tokens``.
+
+    Args:
+        model_chunks: of this rank.
+        num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device; None leaves the sums.
+        expected_tokens: the constant that the micro-batch losses were divided by.
+
+    Returns:
+        Valid tokens of the global batch (fp64 scalar), or None. A batch with none leaves zero gradients.
+    """
+    for chunk in model_chunks:
+        chunk.finish_grad_sync()
+    if num_tokens is None:
+        return None
+    total = num_tokens.detach().to(torch.float64).clone()
+    group = model_chunks[0].group
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    factor = expected_tokens / total.clamp(min=1.0)
+    for chunk in model_chunks:
+        chunk.scale_gradients(factor)
+    return total

@@ -1,0 +1,54 @@
+"""Norms and counts over the whole model, each unique parameter once.
+
+A parameter that is sharded over an axis contributes its shards; one that is replicated there contributes from the axis'
+rank 0 alone. Which it is follows from its placement (``parameter.spec``). Data-parallel ranks hold equal gradients and
+are never added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from megatron.core.process_groups import ProcessGroups
+
+
+def is_counted_here(parameter: nn.Parameter, groups: ProcessGroups) -> bool:
+    """Whether this rank contributes ``parameter`` (or its shard of it) to a sum over the model."""
+    spec = getattr(parameter, "spec", None)  # a user's own parameter may have none: it is replicated
+    if spec is not None and spec.tied_to is not None:
+        return False
+    return groups.tp.rank == 0 or (spec is not None and isinstance(spec.mesh.get("tp"), Shard))
+
+
+def sum_over_model(value: Tensor, groups: ProcessGroups) -> Tensor:
+    """``value`` summed, in place, over the ranks that together hold one copy of the model."""
+    if groups.tp_pp.size > 1:
+        dist.all_reduce(value, group=groups.tp_pp.handle)
+    return value
+
+
+def l2_norm(tensors: Sequence[Tensor], device: torch.device, groups: ProcessGroups) -> Tensor:
+    """L2 norm over all ``tensors`` of the model as an fp64 scalar on ``device``; the sum of squares is fp64."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if tensors:
+        norms = torch._foreach_norm(list(tensors))
+        total = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+    return sum_over_model(total, groups).sqrt()
+
+
+def count_zeros(tensors: Sequence[Tensor], device: torch.device, groups: ProcessGroups) -> int:
+    """Number of elements that are exactly zero, over the model."""
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for tensor in tensors:
+        total += tensor.numel() - torch.count_nonzero(tensor)
+    return int(sum_over_model(total, groups).item())
+
+
+def clip_coefficient(norm: float, max_norm: float) -> float:
+    """The factor that brings a norm down to ``max_norm``: min(1, max_norm / (norm + 1e-6))."""
+    return min(1.0, max_norm / (norm + 1.0e-6))

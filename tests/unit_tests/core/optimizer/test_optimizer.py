@@ -1,0 +1,234 @@
+"""The optimizer against plain torch; clipping; loss scales; state by global name."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+from megatron.core.optimizer.param_groups import parameter_groups
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)).to(dtype)
+
+
+def wrapped(net):
+    return DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), net)
+
+
+def settings(**changes):
+    return OptimizerConfig(**{"lr": 0.01, "weight_decay": 0.1, "clip_grad": 1.0, "sgd_momentum": 0.9, **changes})
+
+
+def batch(step, dtype=torch.float32):
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+def train(ddp, optimizer, steps, first=0):
+    norms = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss = ddp(batch(step, next(ddp.parameters()).dtype)).float().square().sum()
+        optimizer.scale_loss(loss).backward()
+        ddp.finish_grad_sync()
+        norms.append(optimizer.step()[1])
+    return norms
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_updates_and_clipping_equal_plain_torch(kind, dtype):
+    ours, theirs = network(dtype), network(dtype)
+    optimizer = get_megatron_optimizer(settings(optimizer=kind), [ddp := wrapped(ours)])
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1 * group["wd_mult"]
+    plain = torch.optim.AdamW(groups, lr=0.01) if kind == "adam" else torch.optim.SGD(groups, lr=0.01, momentum=0.9)
+    norms = train(ddp, optimizer, 5)
+    for step in range(5):
+        plain.zero_grad()
+        theirs(batch(step, dtype)).float().square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        assert norm.item() == pytest.approx(norms[step], rel=1e-5)
+        plain.step()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    assert norms[0] > 1.0, "the test must clip"
+
+
+def test_coupled_decay_is_adam_with_l2():
+    ours, theirs = network(), network()
+    optimizer = get_megatron_optimizer(settings(decoupled_weight_decay=False, clip_grad=0.0), [ddp := wrapped(ours)])
+    plain = torch.optim.Adam(theirs.parameters(), lr=0.01, weight_decay=0.1)
+    train(ddp, optimizer, 1)
+    theirs(batch(0)).square().sum().backward()
+    plain.step()
+    torch.testing.assert_close(ours[0].weight, theirs[0].weight)
+
+
+def test_it_works_without_a_data_parallel_wrapper():
+    net = network()
+    optimizer = get_megatron_optimizer(settings(), [net])
+    before = net[0].weight.detach().clone()
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(batch(0)).sum().backward()
+        assert optimizer.step()[0]
+    assert not torch.equal(before, net[0].weight)
+
+
+def test_steps_are_bit_reproducible():
+    results = []
+    for _ in range(2):
+        optimizer = get_megatron_optimizer(settings(), [ddp := wrapped(net := network(torch.bfloat16))])
+        results.append((train(ddp, optimizer, 5), [p.detach().clone() for p in net.parameters()]))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1]))
+
+
+def test_bf16_keeps_updates_that_bf16_weights_would_lose():
+    net = network(torch.bfloat16)
+    optimizer = get_megatron_optimizer(settings(lr=1e-5, bf16=True), [ddp := wrapped(net)])
+    start = optimizer.main_params["0.weight"].detach().clone()
+    train(ddp, optimizer, 3)
+    main = optimizer.main_params["0.weight"]
+    assert main.dtype == torch.float32 and not torch.equal(start, main)
+    assert torch.equal(net[0].weight, main.bfloat16())
+
+
+def test_bf16_gradients_are_accepted():
+    net = network(torch.bfloat16)
+    ddp = DistributedDataParallel(None, DistributedDataParallelConfig(), net)
+    optimizer = get_megatron_optimizer(settings(bf16=True), [ddp])
+    assert all(math.isfinite(norm) for norm in train(ddp, optimizer, 2))
+
+
+def test_the_dynamic_scale_follows_its_rules():
+    scaler = DynamicGradScaler(initial_scale=16.0, min_scale=2.0, growth_interval=2, hysteresis=2)
+    scales = []
+    for overflow in (True, True, True, False, False, True, True, True, True, True):
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    # the first overflow is forgiven; growth restores the patience; the floor holds
+    assert scales == [16, 8, 4, 4, 8, 8, 4, 2, 2, 2]
+    twin = DynamicGradScaler(initial_scale=16.0, min_scale=2.0, growth_interval=2, hysteresis=2)
+    twin.load_state_dict(scaler.state_dict())
+    assert twin.state_dict() == scaler.state_dict()
+    for bad in ({"min_scale": 0.0}, {"growth_factor": 1.0}, {"growth_interval": 0}, {"hysteresis": 0}):
+        with pytest.raises(ValueError):
+            DynamicGradScaler(**bad)
+    with pytest.raises(ValueError, match="--loss-scale"):
+        ConstantGradScaler(0.0)
+
+
+def test_fp16_skips_overflows_and_then_trains():
+    net = network(torch.float16)
+    config = settings(fp16=True, initial_loss_scale=2.0**20, hysteresis=1)
+    optimizer = get_megatron_optimizer(config, [ddp := wrapped(net)])
+    start = copy.deepcopy(optimizer.state_dict())
+    assert train(ddp, optimizer, 1) == [None] and optimizer.found_nonfinite
+    assert optimizer.get_loss_scale() == 2.0**19
+    assert torch.equal(optimizer.state_dict()["exp_avg"]["0.weight"], start["exp_avg"]["0.weight"])
+    assert optimizer.step_count == 0
+    norms = train(ddp, optimizer, 20)
+    assert norms[-1] is not None and optimizer.step_count > 0 and not optimizer.found_nonfinite
+    reference = get_megatron_optimizer(settings(), [fp32 := wrapped(network())])
+    first_good = next(i for i, norm in enumerate(norms) if norm is not None)
+    assert train(fp32, reference, 1, first=first_good)[0] == pytest.approx(norms[first_good], rel=1e-2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_nonfinite_gradient_changes_nothing(value):
+    net = network()
+    optimizer = get_megatron_optimizer(settings(), [ddp := wrapped(net)])
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    optimizer.zero_grad()
+    ddp(batch(0)).sum().backward()
+    net[2].weight.main_grad[1, 1] = value
+    assert optimizer.step() == (False, None, None) and optimizer.found_nonfinite
+    assert all(torch.equal(a, b) for a, b in zip(before[0].values(), net.state_dict().values()))
+    assert torch.equal(before[1]["exp_avg_sq"]["0.weight"], optimizer.state_dict()["exp_avg_sq"]["0.weight"])
+    assert optimizer.step_count == 0
+
+
+def test_zeros_and_norms_are_those_of_the_model():
+    net = network()
+    optimizer = get_megatron_optimizer(settings(log_num_zeros_in_grad=True), [ddp := wrapped(net)])
+    expected = math.sqrt(sum(p.double().square().sum().item() for p in net.parameters()))
+    assert optimizer.params_norm() == pytest.approx(expected, rel=1e-6)
+    optimizer.zero_grad()
+    for p in net.parameters():
+        p.main_grad.fill_(2.0)
+    net[0].weight.main_grad[0] = 0.0
+    count = sum(p.numel() for p in net.parameters()) - 5
+    assert optimizer.step() == (True, pytest.approx(2.0 * math.sqrt(count)), 5)
+    assert ddp.module is net
+
+
+class Names(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(4, 3)
+        self.q_layernorm = nn.LayerNorm(3)
+        self.linear = nn.Linear(3, 3)
+        self.output_layer = nn.Linear(3, 4, bias=False)
+
+
+def test_groups_decay_matrices_only_and_decouple_the_ends():
+    named = list(Names().named_parameters())
+    groups = parameter_groups(settings(decoupled_lr=0.5, decoupled_min_lr=0.1, min_lr=0.01), named)
+    assert [(g["wd_mult"], g["max_lr"], g["min_lr"], sorted(g["names"])) for g in groups] == [
+        (1.0, None, None, ["linear.weight"]),
+        (1.0, 0.5, 0.1, ["output_layer.weight", "word_embeddings.weight"]),
+        (0.0, None, None, ["linear.bias", "q_layernorm.bias", "q_layernorm.weight"]),
+    ]
+    groups = parameter_groups(settings(apply_wd_to_qk_layernorm=True), named)
+    assert "q_layernorm.weight" in groups[0]["names"] and "q_layernorm.bias" in groups[1]["names"]
+    groups = parameter_groups(settings(), named, scale_lr=lambda name, p: name == "linear.weight", lr_mult=3.0)
+    assert [g["lr_mult"] for g in groups] == [1.0, 3.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_restored_state_goes_on_bit_for_bit(kind, dtype):
+    config = settings(optimizer=kind, fp16=dtype == torch.float16, initial_loss_scale=128.0)
+    first = get_megatron_optimizer(config, [ddp := wrapped(net := network(dtype))])
+    train(ddp, first, 3)
+    weights, state = copy.deepcopy(net.state_dict()), copy.deepcopy(first.state_dict())
+    assert state["step"] == 3 and "0.weight" in state["exp_avg" if kind == "adam" else "momentum_buffer"]
+    norms = train(ddp, first, 3, first=3)
+    second = get_megatron_optimizer(config, [other := wrapped(twin := network(dtype))])
+    twin.load_state_dict(weights)
+    second.load_state_dict(state)
+    assert train(other, second, 3, first=3) == norms
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), twin.state_dict().values()))
+
+
+def test_state_that_does_not_fit_is_refused_with_every_name():
+    optimizer = get_megatron_optimizer(settings(), [wrapped(network())])
+    state = copy.deepcopy(optimizer.state_dict())
+    state["exp_avg"]["9.weight"] = state["exp_avg"].pop("0.weight")
+    del state["exp_avg_sq"]
+    words = "exp_avg.0.weight is missing; exp_avg.9.weight is unknown; exp_avg_sq is missing"
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(state)
+    with pytest.raises(ValueError, match="--optimizer lion"):
+        get_megatron_optimizer(settings(optimizer="lion"), [network()])
+
+
+def test_new_weights_reach_the_main_copies():
+    net = network(torch.bfloat16)
+    optimizer = get_megatron_optimizer(settings(), [net])
+    with torch.no_grad():
+        net[0].weight.fill_(3.0)
+    optimizer.reload_model_params()
+    assert optimizer.main_params["0.weight"].unique().tolist() == [3.0]
