@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# From a machine with Python to a trained, resumed, evaluated and sampled GPT, in a few minutes on two CPU cores.
+#
+#   ./quickstart.sh [OUTPUT_DIR]        default: quickstart_run/
+#
+# Every step is the command a user would type; each is printed before it runs.
+set -euo pipefail
+cd "$(dirname "$0")"
+. scripts/environment.sh
+
+OUT=${1:-quickstart_run}
+ITERS=${QUICKSTART_ITERS:-240}
+PROCESSES=${QUICKSTART_PROCESSES:-2}
+
+step() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+run() { printf '$ %s\n' "$*"; "$@"; }
+
+step "environment"
+use_environment mlm tokenizers tiktoken matplotlib
+rm -rf "$OUT" && mkdir -p "$OUT"
+
+step "corpus: the sources of Python's standard library, which every machine has"
+run "$PYTHON" tools/make_corpus.py --output "$OUT/corpus.jsonl"
+
+step "tokenizer: a byte-level BPE trained on it"
+run "$PYTHON" tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size 4096 --max-bytes 8000000 --output "$OUT/tokenizer"
+
+step "tokens: .bin and .idx files, as Megatron-LM writes them"
+run "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" \
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer" --append-eod --workers 2
+
+GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$GPUS" -gt 0 ]; then PROCESSES=$((GPUS < PROCESSES ? GPUS : PROCESSES)); fi
+TRAIN=("$PYTHON" -m torch.distributed.run --nproc_per_node="$PROCESSES" --master_port=0 --rdzv-backend=c10d
+    --rdzv-endpoint=localhost:0 pretrain_gpt.py
+    --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 8 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
+    --train-iters "$ITERS" --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer"
+    --data-path "$OUT/corpus_text_document" --split 95,4,1 --num-workers 0
+    --eval-interval 60 --eval-iters 8 --log-interval 20 --log-throughput
+    --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 60 --tensorboard-dir "$OUT/tensorboard")
+
+step "training: $PROCESSES processes, data parallel, leaving (as in a preempted job) half-way"
+run "${TRAIN[@]}" --exit-interval "$((ITERS / 2))"
+
+step "the same command resumes from the checkpoint and trains to the end"
+run "${TRAIN[@]}"
+
+step "the same validation tokens under a unigram model of the training tokens"
+run "$PYTHON" tools/unigram_baseline.py --data-path "$OUT/corpus_text_document" --split 95,4,1 \
+    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer" --metrics "$OUT/checkpoints/metrics.jsonl"
+
+step "a sample"
+run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "def read_file(path):" --max-new-tokens 80 --seed 1
+
+step "the loss curve"
+run "$PYTHON" tools/plot_metrics.py "$OUT/checkpoints" --output "$OUT/loss.png" --text
+
+printf '\nall of it is in %s: corpus, tokenizer, data, checkpoints, metrics.jsonl, TensorBoard files, loss.png\n' "$OUT"
