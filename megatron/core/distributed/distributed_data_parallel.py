@@ -45,8 +45,8 @@ class DistributedDataParallel(nn.Module):
         bucket_size = (ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)) if overlap else None
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         kinds = group_by_dtype(trained, ddp_config.grad_reduce_in_fp32)
-        self.buffers = [ParamAndGradBuffer(kin, dtype, bucket_size, self.group) for (_, dtype), kin in kinds.items()]
-        self._buffer_of = {parameter: buffer for buffer in self.buffers for parameter in buffer.parameters}
+        self.grad_buffers = [ParamAndGradBuffer(kin, dtype, bucket_size, self.group) for (_, dtype), kin in kinds.items()]
+        self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]
 
@@ -73,18 +73,18 @@ class DistributedDataParallel(nn.Module):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start every sum that has not started."""
-        for buffer in self.buffers:
+        for buffer in self.grad_buffers:
             buffer.start_sync()
 
     def finish_grad_sync(self, *unused: Any) -> None:
         """``main_grad`` holds the sum over all ranks when this returns (on CUDA: in stream order)."""
         self.start_grad_sync()
-        for buffer in self.buffers:
+        for buffer in self.grad_buffers:
             buffer.finish_sync()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
         """Multiply every gradient; a zero-dimensional tensor avoids a wait for the device."""
-        for buffer in self.buffers:
+        for buffer in self.grad_buffers:
             buffer.grad_data.mul_(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
@@ -92,10 +92,10 @@ class DistributedDataParallel(nn.Module):
         for parameter in self._buffer_of:
             parameter.grad = None
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        for buffer in self.buffers:
+        for buffer in self.grad_buffers:
             buffer.reset()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own: names do not change by wrapping."""
         return self.module.state_dict(*args, **kwargs)
 

@@ -45,7 +45,7 @@ class DynamicGradScaler:
         if not 0 < min_scale <= initial_scale:
             raise ValueError(f"--min-loss-scale {min_scale}: must be in (0, --initial-loss-scale {initial_scale}]")
         if growth_factor <= 1 or not 0 < backoff_factor < 1:
-            raise ValueError(f"loss scale factors {growth_factor}, {backoff_factor}: need growth > 1, back-off in (0, 1)")
+            raise ValueError(f"growth factor {growth_factor} must exceed 1 and back-off {backoff_factor} be in (0, 1)")
         if growth_interval <= 0 or hysteresis <= 0:
             raise ValueError(f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be positive")
         self.scale = float(initial_scale)

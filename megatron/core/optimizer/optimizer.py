@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_coefficient, count_zeros, is_counted_here, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -107,7 +108,7 @@ class MegatronOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradient buffers, and ``grad`` of every parameter (kept as zeros unless ``set_to_none``)."""
         for chunk in self.model_chunks:
-            if hasattr(chunk, "zero_grad_buffer"):
+            if isinstance(chunk, DistributedDataParallel):
                 chunk.zero_grad_buffer()
         for parameter in self.model_params.values():
             if set_to_none or parameter.grad is None:

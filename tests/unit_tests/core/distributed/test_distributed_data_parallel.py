@@ -71,7 +71,7 @@ def gradients_on_ranks(rank, world, overlap, micro_batch):
     ddp = wrapped(net, overlap_grad_reduce=overlap, bucket_size=8)
     for _ in range(2):  # the second iteration must not remember the first
         total = run_step(ddp, data, mask, rank, world, micro_batch)
-    assert not overlap or len(ddp.buffers[0].buckets) > 1
+    assert not overlap or len(ddp.grad_buffers[0].buckets) > 1
     assert all(p.grad is None for p in net.parameters())
     return total.item(), {name: p.main_grad.numpy() for name, p in net.named_parameters()}
 
@@ -98,7 +98,7 @@ def test_half_precision_accumulates_in_fp32():
         if name != "unused":
             torch.testing.assert_close(p.main_grad.double(), expected[name], rtol=0.1, atol=0.05)
     coarse = DistributedDataParallel(None, DistributedDataParallelConfig(), problem(torch.bfloat16)[0])
-    assert coarse.buffers[0].grad_data.dtype == torch.bfloat16
+    assert coarse.grad_buffers[0].grad_data.dtype == torch.bfloat16
 
 
 def test_a_gradient_written_by_a_fused_kernel_is_not_added_twice():
