@@ -1,8 +1,8 @@
 """Index builders: which document and offset each sample starts at, which source each blended sample comes from, and the
 shuffle that orders them.
 
-The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in numpy; both return the same bytes, so a
-cache written by one is read by the other. The rules are those of Megatron-LM (docs/data_format.md states them).
+The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in numpy; both return the same bytes,
+so a cache written by one is read by the other. The rules are those of Megatron-LM (docs/data_format.md states them).
 """
 
 import logging
@@ -86,7 +86,7 @@ def build_sample_idx_numpy(
     sizes: np.ndarray, documents: np.ndarray, sequence_length: int, num_samples: int, extra: int
 ) -> np.ndarray:
     """The numpy twin of ``build_sample_idx``: token positions searched in the running sum of lengths."""
-    if len(documents) and not (0 <= int(documents.min()) and int(documents.max()) < len(sizes)):
+    if len(documents) and (int(documents.min()) < 0 or int(documents.max()) >= len(sizes)):
         raise ValueError("a document number lies outside the data set")
     result = np.zeros((num_samples + 1, 2), dtype=documents.dtype)
     if num_samples == 0:
@@ -168,7 +168,9 @@ def build_exhaustive_blending_indices_numpy(sizes: np.ndarray) -> tuple[np.ndarr
 
 def _check_number_of_sources(count: int) -> None:
     if not 1 <= count <= MAX_SOURCES:
-        raise ValueError(f"{count} data sources: a blend takes 1 to {MAX_SOURCES}; merge some with tools/merge_datasets.py")
+        raise ValueError(
+            f"{count} data sources: a blend takes 1 to {MAX_SOURCES}; merge some with tools/merge_datasets.py"
+        )
 
 
 def _aligned(values: np.ndarray, dtype: type) -> np.ndarray:

@@ -167,7 +167,9 @@ def _refuse_size(idx_path: str, actual: int, expected: int, num_sequences: int, 
     if multimodal and actual == expected - num_sequences:
         raise _error(idx_path, "holds no sequence modes: it is not multimodal")
     state = "is truncated" if actual < expected else "has grown"
-    raise _error(idx_path, f"{state}: its header announces {expected} bytes ({num_sequences} sequences), it has {actual}")
+    raise _error(
+        idx_path, f"{state}: its header announces {expected} bytes ({num_sequences} sequences), it has {actual}"
+    )
 
 
 def _check_tokens(idx_path: str, index: Index, bin_bytes: int) -> None:
@@ -210,7 +212,8 @@ def _check_documents(idx_path: str, index: Index) -> None:
         raise _error(idx_path, f"starts its first document at sequence {int(documents[0])} instead of 0")
     if int(documents[-1]) != index.sequence_count:
         raise _error(
-            idx_path, f"ends its last document at sequence {int(documents[-1])}, but has {index.sequence_count} sequences"
+            idx_path,
+            f"ends its last document at sequence {int(documents[-1])}, but has {index.sequence_count} sequences",
         )
     for start in range(0, len(documents) - 1, CHECK_CHUNK):
         chunk = documents[start : start + CHECK_CHUNK + 1]

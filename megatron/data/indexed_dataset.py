@@ -64,7 +64,9 @@ class FileTokens:
         while done < len(target):  # one call reads at most 2 GiB
             got = os.preadv(self.file.fileno(), [target[done:]], offset + done)
             if got == 0:
-                raise IndexedDatasetError(f"{self.bin_path} ends before byte {offset + len(target)}: it shrank after opening")
+                raise IndexedDatasetError(
+                    f"{self.bin_path} ends before byte {offset + len(target)}: it shrank after opening"
+                )
             done += got
         return tokens
 
@@ -87,7 +89,9 @@ class IndexedDataset:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         for path in (idx_path, bin_path):
             if not os.path.exists(path):
-                raise FileNotFoundError(f"{path} does not exist. A data set is a pair of files {self.path_prefix}.bin and .idx")
+                raise FileNotFoundError(
+                    f"{path} does not exist. A data set is a pair of files {self.path_prefix}.bin and .idx"
+                )
         self.index: Index = read_index(idx_path, os.path.getsize(bin_path), multimodal)
         reader = MemoryMappedTokens if mmap else FileTokens
         self._tokens = reader(bin_path, self.index.dtype)
@@ -185,7 +189,9 @@ def resolve_prefix(path_prefix: str) -> str:
         logger.info("no files %s.bin/.idx; using %s", path_prefix, suffixed)
         return suffixed
     found = glob.glob(glob.escape(os.path.dirname(path_prefix) or ".") + "/*.idx")
-    near = difflib.get_close_matches(path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7)
+    near = difflib.get_close_matches(
+        path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7
+    )
     hint = f" Near by: {', '.join(near)}." if near else ""
     raise FileNotFoundError(
         f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor {suffixed}.bin/.idx exist as a pair.{hint} "

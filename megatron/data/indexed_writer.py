@@ -213,8 +213,8 @@ class IndexedDatasetBuilder:
             if low < limits.min or high > limits.max:
                 worst = low if low < limits.min else high
                 raise ValueError(
-                    f"token id {worst} does not fit {self._np_dtype.name} ({limits.min} to {limits.max}) in {self.bin_path}: "
-                    "choose the dtype with DType.optimal_dtype(vocab_size)"
+                    f"token id {worst} does not fit {self._np_dtype.name} ({limits.min} to {limits.max}) in "
+                    f"{self.bin_path}: choose the dtype with DType.optimal_dtype(vocab_size)"
                 )
         return np.ascontiguousarray(given, dtype=self._np_dtype)
 
@@ -228,7 +228,8 @@ class IndexedDatasetBuilder:
                 self.abort()
             self._cleanup()
             raise OSError(
-                error.errno, f"cannot write {self.bin_path}: {error.strerror}. The partial files are removed; nothing is kept"
+                error.errno,
+                f"cannot write {self.bin_path}: {error.strerror}. The partial files are removed; nothing is kept",
             ) from error
 
 

@@ -1,0 +1,90 @@
+"""Several data sets as one, in proportion to weights.
+
+At every prefix of the stream each source is within two samples of its share (``helpers.build_blending_indices``).
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.data import helpers
+from megatron.data.blend import check_weights, normalize
+from megatron.data.index_cache import IndexCache
+
+logger = logging.getLogger(__name__)
+
+
+class BlendedDataset:
+    """Samples of ``datasets`` interleaved.
+
+    Args:
+        datasets: the sources, of one class and one split.
+        weights: their shares; with ``size`` None, the exact number of samples to take of each.
+        size: samples in all.
+        config: the configuration.
+
+    Raises:
+        ValueError: a source is asked for more samples than it has.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Any], weights: Sequence[float], size: int | None, config: BlendedMegatronDatasetConfig
+    ):
+        check_weights(weights, [str(dataset.dataset_path) for dataset in datasets])
+        self.datasets = list(datasets)
+        self.split = self.datasets[0].index_split
+        self.weights = list(weights) if size is None else normalize(weights)
+        self.size = size
+        self.config = config
+        self.dataset_index, self.dataset_sample_index = self._build_or_load()
+        self._check_exhaustion()
+
+    def __len__(self) -> int:
+        return len(self.dataset_index)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        source = int(self.dataset_index[idx])
+        return {"dataset_id": source, **self.datasets[source][int(self.dataset_sample_index[idx])]}
+
+    def _build_or_load(self) -> tuple[np.ndarray, np.ndarray]:
+        length = int(sum(self.weights)) if self.size is None else self.size
+
+        def build() -> dict[str, np.ndarray]:
+            if self.size is None:
+                arrays = helpers.build_exhaustive_blending_indices(np.array(self.weights, dtype=np.int64))
+            else:
+                arrays = helpers.build_blending_indices(np.array(self.weights), self.size)
+            return dict(zip(("dataset_index", "dataset_sample_index"), arrays))
+
+        identity = {"class": type(self).__name__, "weights": self.weights, "size": self.size}
+        layout: dict[str, tuple[tuple[int, ...], str]] = {
+            "dataset_index": ((length,), "int16"),
+            "dataset_sample_index": ((length,), "int64"),
+        }
+        cache = IndexCache(self.config.path_to_cache, f"{type(self).__name__}-{self.split.name}", identity, layout)
+        arrays = cache.get(build)
+        return arrays["dataset_index"], arrays["dataset_sample_index"]
+
+    def _check_exhaustion(self) -> None:
+        """Every source has what is taken of it; how often each is passed over is logged."""
+        taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
+        for dataset, count in zip(self.datasets, taken.tolist()):
+            if count > len(dataset):
+                raise ValueError(
+                    f"the {self.split.name} blend takes {count} samples of {dataset.dataset_path}, which provides "
+                    f"{len(dataset)}: raise --mid-level-dataset-surplus (now {self.config.mid_level_dataset_surplus})"
+                )
+        total = sum(self.weights)
+        for dataset, weight, count in zip(self.datasets, self.weights, taken.tolist()):
+            logger.info(
+                "%s blend: %s gives %d of %d samples (weight %.6f), %.2f epochs",
+                self.split.name,
+                dataset.dataset_path,
+                count,
+                len(self),
+                weight / total,
+                dataset.num_epochs * count / len(dataset),
+            )

@@ -1,0 +1,163 @@
+"""From a configuration and three sizes to the train, valid and test data sets.
+
+Each process builds what it needs for itself; what is expensive is shared through the index cache. No collective.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import EmptySplitError
+from megatron.data.blend import Blend, Split, normalize, split_range
+
+logger = logging.getLogger(__name__)
+
+WHOLE = (0.0, 1.0)
+
+
+class BlendedMegatronDatasetBuilder:
+    """Build one data set per split.
+
+    Args:
+        cls: the ``MegatronDataset`` class.
+        sizes: samples wanted of train, valid and test: a number, 0 for none, or None for one pass over the data.
+        is_built_on_rank: whether this process needs the data at all.
+        config: the configuration.
+    """
+
+    def __init__(
+        self,
+        cls: Any,
+        sizes: Sequence[int | None],
+        is_built_on_rank: Callable[[], bool],
+        config: BlendedMegatronDatasetConfig,
+    ):
+        if len(sizes) != len(Split):
+            raise ValueError(f"{len(sizes)} sizes given; one each for train, valid and test is needed")
+        self.cls, self.sizes, self.is_built_on_rank, self.config = cls, list(sizes), is_built_on_rank, config
+        self._sources: dict[str | None, Any] = {}
+        self._lock = Lock()
+        for split in Split:
+            blend = self._blend(split)
+            if blend is not None and blend[1] is not None and self.sizes[split.value] is None:
+                raise ValueError(
+                    f"a full pass of {split.name} (--full-validation) takes every source whole: "
+                    "give its data sets without weights"
+                )
+
+    def build(self) -> list[Any]:
+        """A data set for each split, None where nothing is wanted or the split has no share.
+
+        One source gives a data set of ``cls``, several a ``BlendedDataset``, several validation sources with
+        ``multiple_validation_sets`` a list. Weighted blends hold at least the size asked for; blends without weights
+        hold each source once, interleaved by size, and at most the size asked for.
+
+        Raises:
+            ValueError: a split that samples are asked of is empty or too short for one.
+        """
+        if not self.is_built_on_rank():
+            return [None] * len(Split)
+        return [self._build_split(split) for split in Split]
+
+    def _blend(self, split: Split) -> Blend | None:
+        if self.config.blend_per_split is not None:
+            return self.config.blend_per_split[split.value]
+        return self.config.blend
+
+    def _build_split(self, split: Split) -> Any:
+        size, config = self.sizes[split.value], self.config
+        blend = self._blend(split)
+        bounds = WHOLE if config.split_matrix is None else config.split_matrix[split.value]
+        if size == 0:
+            return None
+        if bounds is None or (blend is None and not config.mock):
+            flag = "--split" if bounds is None else f"--{split.name}-data-path"
+            logger.warning("no %s data: %s gives that split nothing, so there will be none of it", split.name, flag)
+            return None
+        if config.mock:
+            return self._build_source(None, split, bounds, size)
+        assert blend is not None
+        prefixes, weights = blend
+        if len(prefixes) == 1 and (weights is None or config.blend_per_split is not None):
+            return self._build_source(prefixes[0], split, bounds, size)
+        if config.multiple_validation_sets and split is Split.valid:
+            return self._build_sources(prefixes, split, bounds, [size] * len(prefixes))
+        if weights is not None and size is not None:
+            return self._build_weighted(prefixes, weights, split, bounds, size)
+        return self._build_by_size(prefixes, split, bounds, size)
+
+    def _build_weighted(
+        self, prefixes: list[str], weights: list[float], split: Split, bounds: tuple[float, float], size: int
+    ) -> BlendedDataset:
+        weights = normalize(weights)
+        surplus = 1 + self.config.mid_level_dataset_surplus
+        wanted = [math.ceil(size * weight) for weight in weights]
+        provided: list[int | None] = [math.ceil(count * surplus) for count in wanted]
+        datasets = self._build_sources(prefixes, split, bounds, provided)
+        return BlendedDataset(datasets, weights, sum(wanted), self.config)
+
+    def _build_by_size(
+        self, prefixes: list[str], split: Split, bounds: tuple[float, float], size: int | None
+    ) -> BlendedDataset:
+        datasets = self._build_sources(prefixes, split, bounds, [None] * len(prefixes), skip_empty=True)
+        if not datasets:
+            raise EmptySplitError(
+                f"samples of {split.name} are asked for, but none of {', '.join(prefixes)} holds one: give that split "
+                f"a larger share in --split (now {self.config.split}) or more data, or ask no samples of it "
+                "(--eval-iters 0)"
+            )
+        lengths = [len(dataset) for dataset in datasets]
+        if size is not None and size > sum(lengths):
+            logger.warning(
+                "%s: %d samples asked for, but a blend without weights is one pass and holds %d: "
+                "give weights to repeat data",
+                split.name,
+                size,
+                sum(lengths),
+            )
+        return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), self.config)
+
+    def _build_sources(
+        self,
+        prefixes: list[str],
+        split: Split,
+        bounds: tuple[float, float],
+        sizes: Sequence[int | None],
+        skip_empty: bool = False,
+    ) -> list[Any]:
+        """One data set per prefix, several at a time; sources without a sample are left out if ``skip_empty``."""
+
+        def build(prefix: str, size: int | None) -> Any:
+            try:
+                return self._build_source(prefix, split, bounds, size)
+            except EmptySplitError as error:
+                if not skip_empty:
+                    raise
+                logger.warning("left out of the %s blend: %s", split.name, error)
+                return None
+
+        with ThreadPoolExecutor(max_workers=max(1, self.config.num_dataset_builder_threads)) as threads:
+            return [dataset for dataset in threads.map(build, prefixes, sizes) if dataset is not None]
+
+    def _build_source(self, prefix: str | None, split: Split, bounds: tuple[float, float], size: int | None) -> Any:
+        source = self._open(prefix)
+        first, last = split_range(bounds, self.cls.numel_low_level_dataset(source))
+        dtype = np.int32 if last <= np.iinfo(np.int32).max else np.int64
+        return self.cls(source, prefix, np.arange(first, last, dtype=dtype), size, split, self.config)
+
+    def _open(self, prefix: str | None) -> Any:
+        """The low-level data set of a prefix, opened once for all splits."""
+        with self._lock:
+            opened = self._sources.get(prefix)
+        if opened is None:
+            opened = self.cls.build_low_level_dataset(prefix, self.config)
+            with self._lock:
+                opened = self._sources.setdefault(prefix, opened)
+        return opened

@@ -1,0 +1,111 @@
+"""What every data set class of the suite is configured by. No torch: usable on a node that only prepares data."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.data.blend import (
+    DEFAULT_SPLIT,
+    Blend,
+    Bounds,
+    Split,
+    check_weights,
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class BlendedMegatronDatasetConfig:
+    """The data sources, how they are cut and blended, and where indices are cached.
+
+    Give ``blend`` (all splits from the same sources) or ``blend_per_split``, or neither for mock data.
+    """
+
+    random_seed: int
+    """Seed of the sample order."""
+
+    sequence_length: int
+    """Tokens per sample."""
+
+    blend: Blend | None = None
+    """Prefixes and their weights, or None for proportions by size."""
+
+    blend_per_split: list[Blend | None] | None = None
+    """One blend for each of train, valid and test."""
+
+    multiple_validation_sets: bool | None = None
+    """The validation sources stay separate data sets."""
+
+    full_validation: bool | None = None
+    """Validation is one full pass; its size is None."""
+
+    split: str | None = None
+    """Proportions of train, valid and test documents, such as "969,30,1"; goes with ``blend``."""
+
+    split_matrix: list[Bounds] | None = field(init=False, default=None)
+    """``split`` as ranges of [0, 1]."""
+
+    num_dataset_builder_threads: int = 1
+    """Sources opened and indexed at the same time."""
+
+    path_to_cache: str | None = None
+    """Folder of index files; None puts them beside the data."""
+
+    mmap_bin_files: bool = True
+    """Map token files instead of reading them."""
+
+    mock: bool = field(init=False, default=False)
+    """No source is given: synthetic data."""
+
+    tokenizer: Any = None
+    """Gives ``eod``, ``vocab_size`` and, if it has one, ``pad``."""
+
+    mid_level_dataset_surplus: float = 0.005
+    """Extra share of samples prepared for each source of a blend."""
+
+    allow_ambiguous_pad_tokens: bool | None = False
+    """Mask the loss at the tokenizer's padding id even if that is also its end-of-document id."""
+
+    def __post_init__(self) -> None:
+        if self.sequence_length < 1:
+            raise ValueError(f"--seq-length {self.sequence_length}: a sample has at least one token")
+        if self.blend_per_split is not None and any(self.blend_per_split):
+            self._check_blend_per_split(self.blend_per_split)
+            return
+        self.blend_per_split = None
+        if self.blend is None:
+            self.mock = True
+            self.split = "1,1,1"
+        else:
+            _check_blend(self.blend)
+            if self.split is None:
+                self.split = DEFAULT_SPLIT
+                logger.warning("no --split given: using '%s' (train, valid, test)", DEFAULT_SPLIT)
+        assert self.split is not None
+        self.split_matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(self.split))
+
+    def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
+        if self.blend is not None:
+            raise ValueError("--data-path and the per-split data paths are both given: a run reads one source of data")
+        if self.split is not None:
+            raise ValueError(
+                f"--split {self.split} goes with --data-path; the per-split data paths are not cut: drop it"
+            )
+        if len(blends) != len(Split):
+            raise ValueError(
+                f"blend_per_split has {len(blends)} entries; it needs one for each of train, valid and test"
+            )
+        for blend in blends:
+            if blend is not None:
+                _check_blend(blend)
+
+
+def _check_blend(blend: Blend) -> None:
+    prefixes, weights = blend
+    if not prefixes:
+        raise ValueError("a blend without prefixes: --data-path needs at least one")
+    if weights is not None:
+        check_weights(weights, prefixes)

@@ -1,0 +1,314 @@
+"""Samples of ``sequence_length`` tokens for a decoder-only model, cut from shuffled documents laid end to end.
+
+A sample is a function of (files, seed, number); nothing in a data set changes after construction, and every array it
+returns is the caller's own. Document boundaries inside a sample are given as cumulative lengths, never as a dense mask.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset
+from megatron.data.blend import Split
+from megatron.data.gpt_index import EpochPlan, GPTIndices, build_gpt_indices, plan_epochs
+from megatron.data.helpers import count_samples
+from megatron.data.index_cache import IndexCache, file_stamp
+from megatron.data.index_format import get_bin_path, get_idx_path
+from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
+
+logger = logging.getLogger(__name__)
+
+NO_PAD = -1  # an id that no data holds
+
+
+@dataclass(kw_only=True)
+class GPTDatasetConfig(BlendedMegatronDatasetConfig):
+    """How samples are cut and what goes with them."""
+
+    reset_position_ids: bool = False
+    """Positions start at 0 after each end-of-document token."""
+
+    reset_attention_mask: bool = False
+    """Samples carry ``cu_seqlens``, the document boundaries that attention must not cross."""
+
+    eod_mask_loss: bool = False
+    """No loss where the input is an end-of-document token."""
+
+    create_attention_mask: bool = True
+    """Accepted for existing programs; a dense mask is never made."""
+
+    drop_last_partial_validation_sequence: bool = True
+    """Leave out the last, shorter sample of a full validation pass instead of padding it."""
+
+    add_extra_token_to_sequence: bool = True
+    """Draw one token more than the sequence length, so that the last position has a label too."""
+
+    vocab_size: int | None = None
+    """Token ids must be below this; None takes the tokenizer's."""
+
+
+class GPTDataset(MegatronDataset):
+    """See the module; arguments as for ``MegatronDataset``.
+
+    ``dataset[i]`` is a dict of numpy arrays: ``tokens`` int64[s], ``labels`` int64[s], ``loss_mask`` float32[s],
+    ``position_ids`` int64[s] and, with ``reset_attention_mask``, ``cu_seqlens`` int32[documents in the sample + 1].
+    ``dataset[None]`` is a sample without loss, to fill up a batch.
+
+    Raises:
+        EmptySplitError: a ValueError; not one sample can be cut from the documents.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ):
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        self.config: GPTDatasetConfig = config
+        self.extra_token = int(config.add_extra_token_to_sequence)
+        self._pad = _padding_id(config)
+        self._eod = config.tokenizer.eod if self._uses_eod() else None
+        self._vocab_size = config.vocab_size
+        if self._vocab_size is None and config.tokenizer is not None:
+            self._vocab_size = config.tokenizer.vocab_size
+        self.tokens_per_epoch = self._count_tokens()
+        self.plan = self._plan()
+        self.num_epochs = self.plan.num_epochs
+        indices = self._build_or_load()
+        self.document_index = indices.document_index
+        self.sample_index = indices.sample_index
+        self.shuffle_index = indices.shuffle_index
+        logger.info(
+            "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
+            type(self).__name__,
+            index_split.name,
+            dataset_path or "mock data",
+            len(indexed_indices),
+            self.tokens_per_epoch,
+            len(self),
+            self.plan.num_epochs,
+        )
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        return len(low_level_dataset.sequence_lengths)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        return IndexedDataset(resolve_prefix(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
+
+    def __len__(self) -> int:
+        return len(self.sample_index) - 1
+
+    def __getitem__(self, idx: int | None) -> dict[str, Any]:
+        text, filled = self._text(0 if idx is None else idx)
+        if self.extra_token:
+            tokens, labels = text[:-1].copy(), text[1:].copy()
+        else:
+            tokens, labels = text, np.append(text[1:], self._pad)
+        sample = {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": np.ones(len(tokens), dtype=np.float32),
+            "position_ids": np.arange(len(tokens), dtype=np.int64),
+        }
+        if self._eod is not None:
+            self._add_document_boundaries(sample)
+        if self._pad >= 0 or filled < len(text) or not self.extra_token:
+            self._mask_padding(sample)
+        if idx is None:
+            sample["loss_mask"][:] = 0.0
+        return sample
+
+    def _text(self, idx: int) -> tuple[np.ndarray, int]:
+        """The tokens of sample ``idx``, int64[s + extra], padded at the end, and how many are not padding."""
+        position = int(self.shuffle_index[idx])
+        (first, offset), (last, _) = self.sample_index[position : position + 2].tolist()
+        text = np.empty(self.config.sequence_length + self.extra_token, dtype=np.int64)
+        documents = self.document_index[first : last + 1]
+        filled = self.dataset.gather(documents, offset, text)
+        text[filled:] = self._pad
+        # as unsigned, negative ids are the largest: one pass finds both kinds
+        if self._vocab_size is not None and filled and int(text[:filled].view(np.uint64).max()) >= self._vocab_size:
+            self._refuse_token(text[:filled], documents, offset)
+        return text, filled
+
+    def _add_document_boundaries(self, sample: dict[str, Any]) -> None:
+        """Loss mask, positions and boundaries from the places of the end-of-document token in the input."""
+        tokens = sample["tokens"]
+        ends = np.flatnonzero(tokens == self._eod)
+        if self.config.eod_mask_loss:
+            sample["loss_mask"][ends] = 0.0
+        bounds = np.concatenate(([0], ends + 1, [len(tokens)] if not len(ends) or ends[-1] + 1 < len(tokens) else []))
+        bounds = bounds.astype(np.int64)
+        if self.config.reset_position_ids:
+            sample["position_ids"] -= np.repeat(bounds[:-1], np.diff(bounds))
+        if self.config.reset_attention_mask:
+            sample["cu_seqlens"] = bounds.astype(np.int32)
+
+    def _mask_padding(self, sample: dict[str, Any]) -> None:
+        """No loss where the label is padding; padding becomes id 0, which every embedding has."""
+        padded = sample["labels"] == self._pad
+        if padded.any():
+            sample["loss_mask"][padded] = 0.0
+            sample["labels"][padded] = 0
+        sample["tokens"][sample["tokens"] == self._pad] = 0
+
+    def _refuse_token(self, text: np.ndarray, documents: np.ndarray, offset: int) -> None:
+        assert self._vocab_size is not None
+        where = int(np.flatnonzero(text.view(np.uint64) >= self._vocab_size)[0])
+        lengths = self.dataset.sequence_lengths[documents].astype(np.int64)
+        lengths[0] -= offset
+        part = int(np.searchsorted(np.cumsum(lengths), where, side="right"))
+        inside = where - int(lengths[:part].sum()) + (offset if part == 0 else 0)
+        raise ValueError(
+            f"{self.dataset_path}: token id {int(text[where])} in document {int(documents[part])} at token {inside} is "
+            f"not below the vocabulary size {self._vocab_size}: the data was made with another tokenizer. Preprocess "
+            "it with this run's tokenizer, or give this run the tokenizer of the data"
+        )
+
+    def _uses_eod(self) -> bool:
+        return self.config.reset_position_ids or self.config.reset_attention_mask or self.config.eod_mask_loss
+
+    def _is_range(self) -> bool:
+        count = len(self.indices)
+        return count > 0 and bool(
+            np.array_equal(self.indices, np.arange(self.indices[0], int(self.indices[0]) + count))
+        )
+
+    def _count_tokens(self) -> int:
+        lengths = self.dataset.sequence_lengths
+        self._range = self._is_range()
+        chosen = lengths[self.indices[0] : self.indices[-1] + 1] if self._range else lengths[self.indices]
+        return int(chosen.sum(dtype=np.int64))
+
+    def _drops_partial(self) -> bool:
+        return self.index_split != Split.valid or self.config.drop_last_partial_validation_sequence
+
+    def _plan(self) -> EpochPlan:
+        """The epochs, or a refusal when they hold no sample."""
+        length, extra = self.config.sequence_length, self.extra_token
+        if self.tokens_per_epoch:
+            plan = plan_epochs(self.tokens_per_epoch, self.num_samples, length, extra)
+            tokens = plan.num_epochs * self.tokens_per_epoch
+            if count_samples(tokens, length, self._drops_partial(), extra) > 0:
+                return plan
+        what = "a full pass" if self.num_samples is None else f"{self.num_samples} samples"
+        raise EmptySplitError(
+            f"{what} of {self.index_split.name} asked of {self.dataset_path or 'mock data'}, but that split has "
+            f"{len(self.indices)} documents with {self.tokens_per_epoch} tokens, and one sample needs "
+            f"{length + extra}: give it a larger share in --split (now {self.config.split}), more data, or a smaller "
+            "--seq-length; or ask no samples of it (--eval-iters 0)"
+        )
+
+    def _build_or_load(self) -> GPTIndices:
+        length, plan = self.config.sequence_length, self.plan
+        drop = self._drops_partial()
+
+        def build() -> dict[str, np.ndarray]:
+            lengths = self.dataset.sequence_lengths
+            seed = self.config.random_seed
+            return vars(build_gpt_indices(lengths, self.indices, plan, length, seed, drop, self.extra_token))
+
+        if self.config.mock:
+            return GPTIndices(**build())
+        prefix = self.dataset.path_prefix
+        folder = self.config.path_to_cache or os.path.join(prefix, "cache", f"{type(self).__name__}_indices")
+        samples = count_samples(plan.num_epochs * plan.tokens_per_epoch, length, drop, self.extra_token)
+        documents = plan.num_epochs * len(self.indices)
+        narrow = int(self.indices.max()) <= np.iinfo(np.int32).max
+        sample_dtype = "int32" if narrow and documents <= np.iinfo(np.int32).max else "int64"
+        layout: dict[str, tuple[tuple[int, ...], str]] = {
+            "document_index": ((documents,), "int32" if narrow else "int64"),
+            "sample_index": ((samples + 1, 2), sample_dtype),
+            "shuffle_index": ((samples,), "uint32" if samples < np.iinfo(np.uint32).max - 1 else "int64"),
+        }
+        kind = f"{type(self).__name__}-{self.index_split.name}"
+        return GPTIndices(**IndexCache(folder, kind, self._cache_identity(prefix, drop), layout).get(build))
+
+    def _cache_identity(self, prefix: str, drop: bool) -> dict[str, Any]:
+        """All that the indices depend on. Not the number of samples: only the epochs it leads to matter."""
+        documents: Any = [int(self.indices[0]), int(self.indices[-1]) + 1] if self._range else self.indices.tolist()
+        return {
+            "class": type(self).__name__,
+            "dataset_path": os.path.abspath(prefix),
+            "idx_size_and_mtime": file_stamp(get_idx_path(prefix)),
+            "bin_size_and_mtime": file_stamp(get_bin_path(prefix)),
+            "index_split": self.index_split.name,
+            "documents": documents,
+            "num_epochs": self.plan.num_epochs,
+            "samples_before_final_epoch": self.plan.samples_before_final_epoch,
+            "random_seed": self.config.random_seed,
+            "sequence_length": self.config.sequence_length,
+            "extra_token": self.extra_token,
+            "drop_last_partial_sequence": drop,
+        }
+
+
+def _padding_id(config: GPTDatasetConfig) -> int:
+    """The tokenizer's padding id, or one that no data holds where it has none or shares it with end-of-document."""
+    try:
+        pad = config.tokenizer.pad
+    except (AttributeError, NotImplementedError, KeyError):
+        return NO_PAD
+    if pad is None:
+        return NO_PAD
+    if pad == config.tokenizer.eod and not config.allow_ambiguous_pad_tokens:
+        logger.info("the tokenizer pads with its end-of-document id %d: only real padding is masked", pad)
+        return NO_PAD
+    return int(pad)
+
+
+class MockGPTLowLevelDataset:
+    """100,000 documents that count upwards, of 1 to 4095 tokens, each ended by the end-of-document token.
+
+    A model learns from them that the next token is one more. In a smaller vocabulary, counting starts again at 1.
+    """
+
+    seed = 0
+    size = 100_000
+    max_sequence_length = 4096
+
+    def __init__(self, tokenizer: Any):
+        self.eod = int(tokenizer.eod)
+        generator = np.random.default_rng(seed=self.seed)
+        self.sequence_lengths = generator.integers(1, self.max_sequence_length, size=self.size, dtype=np.int32)
+        ids = np.arange(1, max(2, min(int(tokenizer.vocab_size), self.max_sequence_length)), dtype=np.int64)
+        ids = ids[ids != self.eod] if len(ids) > 1 else ids
+        self._counting = np.resize(ids, self.max_sequence_length)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int) -> np.ndarray:
+        return self.get(idx)
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """As ``IndexedDataset.get``."""
+        document = np.append(self._counting[: int(self.sequence_lengths[idx]) - 1], self.eod)
+        return document[offset:] if length is None else document[offset : offset + length]
+
+    def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
+        """As ``IndexedDataset.gather``."""
+        filled = 0
+        for idx in sequences.tolist():
+            part = self.get(idx, offset, len(out) - filled)
+            out[filled : filled + len(part)] = part
+            filled, offset = filled + len(part), 0
+        return filled
+
+
+class MockGPTDataset(GPTDataset):
+    """GPT samples from ``MockGPTLowLevelDataset``: no files needed."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: GPTDatasetConfig) -> MockGPTLowLevelDataset:
+        return MockGPTLowLevelDataset(config.tokenizer)

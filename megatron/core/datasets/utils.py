@@ -1,0 +1,16 @@
+"""Names that programs import from here; the work is done in ``megatron.data``."""
+
+import logging
+
+from megatron.data.blend import Split, get_blend_from_list, normalize
+from megatron.data.helpers import has_extension
+
+__all__ = ["Split", "compile_helpers", "get_blend_from_list", "normalize"]
+
+logger = logging.getLogger(__name__)
+
+
+def compile_helpers() -> None:
+    """Say which index builders are in use. Nothing is compiled at run time: installation did, where it could."""
+    builders = "the C++ extension" if has_extension() else "numpy (no C++ extension installed: same results, slower)"
+    logger.info("dataset index builders: %s", builders)
