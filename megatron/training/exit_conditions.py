@@ -67,10 +67,13 @@ def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitRea
     return every(save_interval, iteration) or reason is not None
 
 
-def decide(cfg: ExitFlags, state: TrainState, elapsed: float, signalled: bool) -> ExitReason | None:
+def decide(
+    cfg: ExitFlags, state: TrainState, elapsed: float, signalled: bool, first_iteration: int = 1
+) -> ExitReason | None:
     """Whether training stops after ``state.iteration``, which no rank may answer differently.
 
     ``elapsed``: seconds since the process started, the largest over ranks. ``signalled``: any rank got --exit-signal.
+    ``first_iteration``: of this process; before it --exit-interval has no say, or no job got past a multiple of it.
     A signal or a full time slice comes first, as what follows the last iteration (evaluation) would not fit any more.
     """
     if cfg.exit_signal_handler and signalled:
@@ -82,7 +85,7 @@ def decide(cfg: ExitFlags, state: TrainState, elapsed: float, signalled: bool) -
         return ExitReason("train_iters", f"training is complete after iteration {state.iteration}")
     if cfg.train_samples is not None and state.consumed_train_samples >= cfg.train_samples:
         return ExitReason("train_samples", f"training is complete after {state.consumed_train_samples} samples")
-    if every(cfg.exit_interval, state.iteration):
+    if every(cfg.exit_interval, state.iteration) and state.iteration >= first_iteration:
         return ExitReason("interval", f"exiting program at iteration {state.iteration}")
     return None
 
@@ -109,6 +112,7 @@ class ExitConditions:
         self.cfg = cfg
         self.start_time = time.monotonic() if start_time is None else start_time
         self.num_signals = 0
+        self._first_iteration: int | None = None
         self._signal = as_signal(cfg.exit_signal)
         self._previous = signal.signal(self._signal, self._on_signal) if cfg.exit_signal_handler else None
 
@@ -121,11 +125,16 @@ class ExitConditions:
         return self.num_signals > 0
 
     def check(self, state: TrainState) -> ExitReason | None:
-        """The decision after ``state.iteration``, the same on every rank. Collective if a signal or a clock counts."""
+        """The decision after ``state.iteration``, the same on every rank. Collective if a signal or a clock counts.
+
+        The first call comes before the first iteration: a complete run makes none.
+        """
+        if self._first_iteration is None:
+            self._first_iteration = state.iteration + 1
         elapsed, signalled = time.monotonic() - self.start_time, self.signalled
         if self.cfg.exit_signal_handler or self.cfg.exit_duration_in_mins is not None:
             elapsed, signalled = agree(elapsed, signalled)
-        return decide(self.cfg, state, elapsed, signalled)
+        return decide(self.cfg, state, elapsed, signalled, self._first_iteration)
 
     def close(self) -> None:
         """Put the previous signal handler back."""

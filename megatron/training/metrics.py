@@ -38,7 +38,8 @@ class NonFiniteError(ArithmeticError):
 class StepMetrics:
     """One iteration. Losses are means per valid token over the global batch, equal on all ranks."""
 
-    losses: dict[str, Scalar]
+    losses: dict[str, Any]
+    """:data:`Scalar` by name."""
     num_tokens: Scalar
     """Valid tokens of the global batch (those the loss counts)."""
     learning_rate: float
@@ -157,6 +158,17 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> di
         record["final"] = True
     record.update({key: float(value) for key, value in result.losses.items()})
     return record
+
+
+def from_record(record: Mapping[str, Any]) -> StepMetrics | EvalResult:
+    """Inverse of :func:`train_record` and :func:`eval_record`."""
+    fixed = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
+    losses = {key: value for key, value in record.items() if key not in fixed}
+    if record["kind"] == "train":
+        fields = {key: value for key, value in record.items() if key in StepMetrics.__dataclass_fields__}
+        return StepMetrics(losses=losses, **fields)
+    name: Literal["validation", "test"] = "validation" if record["kind"] == "valid" else "test"
+    return EvalResult(name, record.get("dataset"), losses, record.get("final", False))
 
 
 def encode(record: Mapping[str, Any]) -> bytes:

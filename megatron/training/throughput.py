@@ -80,8 +80,8 @@ def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | Non
 class Rate:
     """Rates per device, and of the whole run."""
 
-    tflops: float
-    """Model TFLOP/s per device."""
+    tflops: float | None
+    """Model TFLOP/s per device; None for a task that does not count its FLOPs."""
     tokens_per_second: float
     """Of all devices."""
     tokens_per_second_per_device: float
@@ -104,11 +104,13 @@ class Throughput:
         self._reported = False
 
     def rate(self, flops: float, num_tokens: float, elapsed: float) -> Rate:
-        """``flops`` and ``num_tokens`` of all devices in ``elapsed`` seconds; all zero if no time passed."""
+        """``flops`` (0: not counted) and ``num_tokens`` of all devices in ``elapsed`` seconds."""
         if elapsed <= 0:
-            return Rate(0.0, 0.0, 0.0, None)
-        tflops = flops / elapsed / self.world_size / 1e12
+            return Rate(None, 0.0, 0.0, None)
         tokens = num_tokens / elapsed
+        if flops <= 0:
+            return Rate(None, tokens, tokens / self.world_size, None)
+        tflops = flops / elapsed / self.world_size / 1e12
         try:
             share = mfu(tflops, self.device_name, self.precision)
         except ThroughputError as error:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TextIO
 
+from megatron.training.exit_conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import Interval, IntervalSummary
 from megatron.training.metrics import EvalResult, StepMetrics
@@ -126,9 +127,13 @@ class ConsoleHook(Hook):
 
 
 class MemoryHook(Hook):
-    """One line with the CUDA allocator's state after the first iteration, from each tensor and pipeline rank."""
+    """A line with the CUDA allocator's state after the first iteration of the process, and every ``interval`` after.
 
-    def __init__(self) -> None:
+    Belongs on one data-parallel replica: each tensor and pipeline rank reports itself.
+    """
+
+    def __init__(self, interval: int | None = None):
+        self.interval = interval
         self.lines = stdout_logger()
         self.rank = 0
         self.reported = False
@@ -137,7 +142,7 @@ class MemoryHook(Hook):
         self.rank = run.rank
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        if self.reported:
+        if self.reported and not every(self.interval, state.iteration):
             return
         self.reported = True
         self.lines.info(memory_line(self.rank, state.iteration, cuda_memory_megabytes()))

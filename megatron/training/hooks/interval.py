@@ -75,6 +75,11 @@ class Interval:
             return self.close(state)
         return None
 
+    def read(self) -> list[Step]:
+        """The iterations collected so far, values read, without beginning another interval."""
+        materialize(step.metrics for step in self.steps)
+        return list(self.steps)
+
     def close(self, state: TrainState) -> IntervalSummary | None:
         """The summary of what was collected, None if that is nothing."""
         if not self.steps:

@@ -1,0 +1,127 @@
+"""Which hooks a configuration asks for, in the order in which they see each event."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from pathlib import Path
+from typing import Any
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.console import ConsoleHook, MemoryHook
+from megatron.training.hooks.guard import Guarded
+from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
+from megatron.training.hooks.progress import ProgressHook
+from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
+from megatron.training.hooks.scalars import Tags
+from megatron.training.hooks.timing import Clock, TimersHook
+from megatron.training.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
+from megatron.training.throughput import Throughput
+from megatron.training.timers import Timers
+
+logger = logging.getLogger(__name__)
+
+
+def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]:
+    """The hooks of this rank: truth first (``metrics.jsonl``), then the console, then what is gathered over ranks,
+    then the sinks, which may fail without ending the run.
+
+    ``ValueError`` names a flag whose package is missing or that lacks another flag.
+    """
+    clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
+    directory = metrics_directory(cfg.save, cfg.tensorboard_dir)
+    files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
+    hooks: list[Hook] = []
+    if run.is_log_rank:
+        if files:
+            hooks.append(MetricsRecorder(files[0], cfg.log_interval, trains=not cfg.skip_train))
+        hooks.append(ConsoleHook(cfg.log_interval, clock.throughput if cfg.log_throughput else None))
+    if run.device == "cuda" and run.data_parallel_rank == 0:
+        hooks.append(MemoryHook(cfg.log_memory_interval))
+    if cfg.timing_log_level > 0:
+        hooks.append(TimersHook(timers, cfg.log_interval))
+    if run.is_log_rank:
+        if files:
+            hooks.append(TimingRecorder(files[1], cfg.log_interval, clock, trains=not cfg.skip_train))
+        hooks += sinks(cfg, run, clock, files)
+    if cfg.log_progress and run.rank == 0:
+        if cfg.save is None:
+            raise ValueError("--log-progress writes <save>/progress.txt: give --save too")
+        hooks.append(Guarded(ProgressHook(cfg.save, cfg.seq_length or 0), "--log-progress"))
+    return hooks + profilers(cfg, run)
+
+
+def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
+    """TensorBoard and wandb. Their packages are imported only if asked for."""
+    hooks: list[Hook] = []
+    tags = Tags(
+        loss_scale=cfg.log_loss_scale_to_tensorboard,
+        validation_perplexity=cfg.log_validation_ppl_to_tensorboard,
+        throughput=cfg.log_throughput,
+        timers=cfg.log_timers_to_tensorboard,
+        memory=cfg.log_memory_to_tensorboard,
+        world_size=run.world_size if cfg.log_world_size_to_tensorboard else None,
+    )
+    if cfg.tensorboard_dir:
+        from megatron.training.hooks.tensorboard import TensorBoardHook
+
+        tensorboard = TensorBoardHook(
+            {"log_dir": cfg.tensorboard_dir, "max_queue": cfg.tensorboard_queue_size},
+            tags,
+            clock,
+            log_interval=cfg.log_interval,
+            point_interval=cfg.tensorboard_log_interval,
+            history=files,
+        )
+        hooks.append(Guarded(tensorboard, f"--tensorboard-dir {cfg.tensorboard_dir}"))
+    if cfg.wandb_project:
+        if not cfg.wandb_exp_name:
+            raise ValueError("--wandb-project needs --wandb-exp-name, the name of the run")
+        from megatron.training.hooks.wandb_ import WandbHook
+
+        wandb = WandbHook(
+            wandb_options(cfg), tags, clock, log_interval=cfg.log_interval, point_interval=cfg.tensorboard_log_interval
+        )
+        hooks.append(Guarded(wandb, f"--wandb-project {cfg.wandb_project}"))
+    return hooks
+
+
+def wandb_options(cfg: PretrainConfig) -> dict[str, Any]:
+    """Arguments of ``wandb.init``; files go to --wandb-save-dir, else <save>/wandb, else here."""
+    default_dir = Path(cfg.save) / "wandb" if cfg.save else Path("wandb")
+    return {
+        "project": cfg.wandb_project,
+        "name": cfg.wandb_exp_name,
+        "entity": cfg.wandb_entity,
+        "dir": cfg.wandb_save_dir or str(default_dir),
+        "config": {field.name: plain(getattr(cfg, field.name)) for field in dataclasses.fields(cfg)},
+    }
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
+    """--profile and --record-memory-history, on --profile-ranks (by default rank 0)."""
+    hooks: list[Hook] = []
+    if run.rank not in (cfg.profile_ranks or [0]):
+        return hooks
+    if cfg.profile:
+        directory = trace_directory(cfg.tensorboard_dir, cfg.save) if cfg.use_pytorch_profiler else None
+        hooks.append(Guarded(ProfilerHook(cfg.profile_step_start, cfg.profile_step_end, directory), "--profile"))
+    if cfg.record_memory_history:
+        if run.device == "cuda":
+            hooks.append(
+                Guarded(MemoryHistoryHook(cfg.memory_snapshot_path, cfg.log_interval), "--record-memory-history")
+            )
+        else:
+            logger.warning("--record-memory-history follows the CUDA allocator: there is nothing to record on a CPU")
+    return hooks

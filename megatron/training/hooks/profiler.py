@@ -1,0 +1,113 @@
+"""--profile: the iterations after --profile-step-start up to --profile-step-end, for torch's profiler or an outer one.
+
+--record-memory-history keeps the CUDA allocator's events and writes them for https://pytorch.org/memory_viz.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.training.exit_conditions import every
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.metrics import StepMetrics
+from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+def trace_directory(tensorboard_dir: str | None, save: str | None) -> Path:
+    """Where traces go: beside the TensorBoard directory, else inside the save directory, else here."""
+    if tensorboard_dir:
+        return Path(tensorboard_dir).resolve().parent / "torch_profile"
+    return Path(save or ".") / "torch_profile"
+
+
+class ProfilerHook(Hook):
+    """Starts after iteration ``start``, stops after ``end``; a resume in between starts at once.
+
+    With ``directory`` torch's profiler writes ``rank-<rank>.json.gz`` there, for a browser's trace viewer. Without, the
+    range is only marked for an outer profiler: ``nsys profile --capture-range=cudaProfilerApi``.
+    """
+
+    def __init__(self, start: int, end: int, directory: Path | None):
+        if not 0 <= start < end:
+            raise ValueError(f"--profile-step-end {end} must lie after --profile-step-start {start} (from 0 on)")
+        self.start, self.end, self.directory = start, end, directory
+        self.rank = 0
+        self.running: Any = None
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.rank = run.rank
+        self._update(run.state.iteration)
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        self._update(state.iteration)
+
+    def on_train_end(self, state: TrainState) -> None:
+        self._stop()
+
+    def _update(self, iteration: int) -> None:
+        if self.running is None and self.start <= iteration < self.end:
+            self.running = torch_profiler() if self.directory is not None else CudaRange()
+            self.running.start()
+        elif self.running is not None and iteration >= self.end:
+            self._stop()
+
+    def _stop(self) -> None:
+        if self.running is None:
+            return
+        self.running.stop()
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            path = self.directory / f"rank-{self.rank}.json.gz"
+            self.running.export_chrome_trace(str(path))
+            logger.info("wrote the trace of iterations %d to %d to %s", self.start + 1, self.end, path)
+        self.running = None
+
+
+def torch_profiler() -> Any:
+    """torch's profiler over all activities of this machine."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    return torch.profiler.profile(activities=activities, record_shapes=True)
+
+
+class CudaRange:
+    """The range an outer profiler captures, with NVTX ranges for every operator; nothing on a CPU."""
+
+    def __init__(self) -> None:
+        self.markers = torch.autograd.profiler.emit_nvtx(record_shapes=True) if torch.cuda.is_available() else None
+
+    def start(self) -> None:
+        if self.markers is not None:
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStart())
+            self.markers.__enter__()
+
+    def stop(self) -> None:
+        if self.markers is not None:
+            self.markers.__exit__(None, None, None)
+            torch.cuda.check_error(torch.cuda.cudart().cudaProfilerStop())
+
+
+class MemoryHistoryHook(Hook):
+    """Dumps the allocator's history to ``path`` at every log interval and at the end, also after an out-of-memory."""
+
+    def __init__(self, path: str, log_interval: int):
+        self.path, self.log_interval = path, log_interval
+
+    def on_train_start(self, run: RunInfo) -> None:
+        if run.rank > 0:
+            target = Path(self.path)
+            self.path = str(target.with_name(f"{target.stem}-{run.rank}{target.suffix}"))
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        if every(self.log_interval, state.iteration):
+            torch.cuda.memory._dump_snapshot(self.path)
+
+    def on_train_end(self, state: TrainState) -> None:
+        torch.cuda.memory._dump_snapshot(self.path)
+        torch.cuda.memory._record_memory_history(enabled=None)

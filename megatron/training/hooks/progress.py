@@ -1,0 +1,62 @@
+"""--log-progress: one line in ``<save>/progress.txt`` when a job starts and for every checkpoint, on rank 0."""
+
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.train_state import TrainState
+
+TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
+
+
+class ProgressHook(Hook):
+    """Throughput of this job, and of all jobs with as many GPUs since the first of them, waiting times included."""
+
+    def __init__(self, save_dir: str, seq_length: int, saved_text: str = "Saved checkpoint"):
+        self.path = Path(save_dir) / "progress.txt"
+        self.seq_length, self.saved_text = seq_length, saved_text
+        self.world_size = 1
+        self.start_time = 0.0
+        self.start_flops = 0.0
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.world_size = run.world_size
+        self.start_time = time.monotonic()
+        self.start_flops = run.state.floating_point_operations
+        self._append("Starting job")
+
+    def on_saved(self, state: TrainState) -> None:
+        flops = state.floating_point_operations
+        job_seconds = time.monotonic() - self.start_time
+        first_start, first_flops = self._first_job()
+        all_seconds = (datetime.now() - first_start).total_seconds()
+        self._append(
+            f"{self.saved_text}\tIteration: {state.iteration}\t"
+            f"Job throughput: {self._tflops(flops - self.start_flops, job_seconds):.1f} TFLOP/s/GPU\t"
+            f"Cumulative throughput: {self._tflops(flops - first_flops, all_seconds):.1f} TFLOP/s/GPU\t"
+            f"Floating-point operations: {flops:.2e}\t"
+            f"Tokens (in billions): {state.consumed_train_samples * self.seq_length / 1e9:.2f}"
+        )
+
+    def _tflops(self, flops: float, seconds: float) -> float:
+        return flops / max(seconds, 1e-9) / self.world_size / 1e12
+
+    def _append(self, text: str) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        job = os.environ.get("SLURM_JOB_ID", "")
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(f"{datetime.now():{TIME_FORMAT}}\tJob ID: {job}\t# GPUs: {self.world_size}\t{text}\n")
+
+    def _first_job(self) -> tuple[datetime, float]:
+        """Start of the first of the last jobs in a row with this many GPUs, and the FLOPs done before it."""
+        start, flops_before, flops, gpus = datetime.now(), 0.0, 0.0, None
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            fields = line.split("\t")
+            if "Starting job" in fields and fields[2] != gpus:
+                start, flops_before, gpus = datetime.strptime(fields[0], TIME_FORMAT), flops, fields[2]
+            for field in fields:
+                if field.startswith("Floating-point operations: "):
+                    flops = float(field.split(": ")[1])
+        return start, flops_before

@@ -1,0 +1,106 @@
+"""TensorBoard, with the tags of Megatron-LM. Every value is there once, also when a run rolls back and goes on."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.training.exit_conditions import every
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.interval import Interval, Step
+from megatron.training.hooks.scalars import Tags
+from megatron.training.hooks.timing import Clock
+from megatron.training.metrics import EvalResult, MetricsFile, StepMetrics, from_record, read_metrics
+from megatron.training.train_state import TrainState
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError as error:
+    raise ValueError(
+        f"--tensorboard-dir needs the tensorboard package ({error}): pip install tensorboard, or leave the flag out"
+    ) from error
+
+
+class TensorBoardHook(Hook):
+    """Points of each iteration (every ``point_interval``), written at log points: no device sync per step."""
+
+    def __init__(
+        self,
+        writer_options: Mapping[str, object],
+        tags: Tags,
+        clock: Clock,
+        *,
+        log_interval: int,
+        point_interval: int = 1,
+        history: Sequence[MetricsFile] = (),
+    ):
+        """``writer_options``: ``log_dir`` and ``max_queue`` of torch's SummaryWriter. ``history``: the run's metrics
+        and timing files, cut back by then, from which a run that rolled back restores its points by samples."""
+        self.writer_options = dict(writer_options)
+        self.tags, self.clock, self.history = tags, clock, history
+        self.point_interval = point_interval
+        self.interval = Interval(log_interval)
+        self.writer: SummaryWriter | None = None
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.interval.start(run.state)
+        rolled_back = any(file.num_cut for file in self.history)
+        if rolled_back:
+            self.writer_options["purge_step"] = run.state.iteration + 1
+        self.writer = SummaryWriter(**self.writer_options)
+        if rolled_back:
+            for file in self.history:
+                self._restore_points_by_samples(file.path)
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        summary = self.interval.add(state, metrics)
+        if summary is not None:
+            self._write_steps(summary.steps)
+            self._add(self.tags.of_timing(self.clock.record(summary)), summary.iteration, summary.consumed_samples)
+
+    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
+        for result in results:
+            self._add(self.tags.of_evaluation(result), state.iteration, state.consumed_train_samples)
+        self._flush()
+
+    def on_save(self, state: TrainState) -> None:
+        self._flush()
+
+    def on_train_end(self, state: TrainState) -> None:
+        self._write_steps(self.interval.read())
+        if self.writer is not None:
+            self.writer.close()
+
+    def _write_steps(self, steps: list[Step]) -> None:
+        for step in steps:
+            if every(self.point_interval, step.iteration):
+                self._add(self.tags.of_step(step.metrics), step.iteration, step.consumed_samples)
+
+    def _add(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        if self.writer is not None:
+            for tag, value in values.items():
+                self.writer.add_scalar(tag, value, iteration)
+                self.writer.add_scalar(f"{tag} vs samples", value, samples)
+
+    def _flush(self) -> None:
+        if self.writer is not None:
+            self.writer.flush()
+
+    def _restore_points_by_samples(self, path: Path) -> None:
+        """TensorBoard drops all points at or beyond ``purge_step``, also those that count samples: write them again."""
+        assert self.writer is not None
+        if not path.exists():
+            return
+        for record in read_metrics(path):
+            if record["kind"] == "timing":
+                values = self.tags.of_timing(record)
+            elif record["kind"] == "train":
+                if not every(self.point_interval, record["iteration"]):
+                    continue
+                metrics = from_record(record)
+                assert isinstance(metrics, StepMetrics)
+                values = self.tags.of_step(metrics)
+            else:
+                result = from_record(record)
+                assert isinstance(result, EvalResult)
+                values = self.tags.of_evaluation(result)
+            for tag, value in values.items():
+                self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])

@@ -1,0 +1,67 @@
+"""Wall-clock values of a log interval: one record that the console's sinks share, and the hook that gathers timers."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.console import stdout_logger
+from megatron.training.hooks.interval import Interval, IntervalSummary
+from megatron.training.metrics import StepMetrics
+from megatron.training.throughput import Throughput, memory_bytes
+from megatron.training.timers import Timers
+from megatron.training.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where wall-clock values come from."""
+
+    throughput: Throughput
+    timers: Timers
+    device: str = "cpu"
+
+    def record(self, summary: IntervalSummary) -> dict[str, Any]:
+        """The ``timing.jsonl`` record of one log interval."""
+        rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
+        record: dict[str, Any] = {
+            "kind": "timing",
+            "iteration": summary.iteration,
+            "consumed_samples": summary.consumed_samples,
+            "time": time.time(),
+            "iterations": len(summary.steps),
+            "seconds_per_iteration": summary.elapsed_per_iteration,
+            "tokens_per_second": rate.tokens_per_second,
+            "tflops_per_device": rate.tflops,
+            "mfu": rate.mfu,
+            "world_size": self.throughput.world_size,
+            "device": self.throughput.device_name,
+        }
+        record["memory"] = memory_bytes(self.device)
+        if self.timers.latest:
+            record["timers_ms"] = self.timers.latest
+        return record
+
+
+class TimersHook(Hook):
+    """At each log point: time per iteration of every timer that ran, printed by the last rank.
+
+    Belongs on every rank, before the sinks: the gathering is collective.
+    """
+
+    def __init__(self, timers: Timers, log_interval: int):
+        self.timers = timers
+        self.interval = Interval(log_interval)
+        self.prints = False
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.interval.start(run.state)
+        self.prints = run.is_log_rank
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        summary = self.interval.add(state, metrics)
+        if summary is None:
+            return
+        text = self.timers.text(normalizer=len(summary.steps))
+        if text is not None and self.prints:
+            stdout_logger().info("%s", text)

@@ -1,0 +1,76 @@
+"""Weights & Biases. One row per iteration, steps never going back, so that no validation point is dropped.
+
+Offline with ``WANDB_MODE=offline``; a run is continued with wandb's own ``WANDB_RUN_ID`` and ``WANDB_RESUME``.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.training.exit_conditions import every
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.interval import Interval, Step
+from megatron.training.hooks.scalars import Tags
+from megatron.training.hooks.timing import Clock
+from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.train_state import TrainState
+
+try:
+    import wandb
+except ImportError as error:
+    raise ValueError(
+        f"--wandb-project needs the wandb package ({error}): pip install wandb, or leave the flag out"
+    ) from error
+
+logger = logging.getLogger(__name__)
+
+
+class WandbHook(Hook):
+    """Rows of each iteration (every ``point_interval``), written at log points; evaluations at their iteration."""
+
+    def __init__(
+        self, init_options: dict[str, Any], tags: Tags, clock: Clock, *, log_interval: int, point_interval: int = 1
+    ):
+        """``init_options``: arguments of ``wandb.init`` (project, name, entity, dir, config)."""
+        self.init_options, self.tags, self.clock = init_options, tags, clock
+        self.point_interval = point_interval
+        self.interval = Interval(log_interval)
+        self.written = 0
+        """Last iteration whose row is written."""
+        self.run: Any = None
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.interval.start(run.state)
+        Path(self.init_options["dir"]).mkdir(parents=True, exist_ok=True)
+        self.run = wandb.init(**self.init_options)
+        if self.run.step > run.state.iteration:
+            logger.warning(
+                "the wandb run that is continued is at step %d, training at iteration %d: wandb keeps its old rows up "
+                "to there",
+                self.run.step,
+                run.state.iteration,
+            )
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        summary = self.interval.add(state, metrics)
+        if summary is not None:
+            self._write_steps(summary.steps)
+            self.run.log(self.tags.of_timing(self.clock.record(summary)), step=summary.iteration)
+
+    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
+        self._write_steps(self.interval.read())  # wandb refuses a step behind the last one: these go first
+        for result in results:
+            self.run.log(self.tags.of_evaluation(result), step=state.iteration)
+
+    def on_train_end(self, state: TrainState) -> None:
+        if self.run is not None:
+            self._write_steps(self.interval.read())
+            self.run.finish()
+
+    def _write_steps(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.iteration > self.written and every(self.point_interval, step.iteration):
+                row = {**self.tags.of_step(step.metrics), "samples vs steps": step.consumed_samples}
+                self.run.log(row, step=step.iteration)
+                self.written = step.iteration

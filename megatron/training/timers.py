@@ -1,0 +1,217 @@
+"""Named timers, as users of Megatron-LM know them: ``timers("optimizer", log_level=1).start()`` and ``.stop()``.
+
+Timers above ``--timing-log-level`` are one shared object that does nothing, so that level 0, the default, costs
+nothing. From level 1 on, starting and stopping wait for the device: the times are right, the step is slower.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+MAX_LOG_LEVEL = 2
+NAME_WIDTH = 48  # column of the values, which parsers of existing logs rely on
+
+
+class Timer:
+    """A stopwatch that sums its running times, in seconds; ``with timer:`` times a block."""
+
+    def __init__(self, name: str, synchronize: bool = False, barrier: bool = False):
+        """``synchronize``: wait for the device at both ends; ``barrier``: a ``with`` block waits for all ranks too."""
+        self.name, self.synchronize, self.barrier = name, synchronize, barrier
+        self.active = False
+        self._started = 0.0
+        self._elapsed = 0.0
+        self._total = 0.0
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin; ``barrier``: after all ranks came here."""
+        if self.active:
+            raise RuntimeError(f"timer {self.name!r} has already been started")
+        self._wait(barrier)
+        self.active = True
+        self._started = time.perf_counter()
+
+    def stop(self, barrier: bool = False) -> None:
+        """End; ``barrier``: when all ranks came here."""
+        if not self.active:
+            raise RuntimeError(f"timer {self.name!r} is not started")
+        self._wait(barrier)
+        seconds = time.perf_counter() - self._started
+        self._elapsed += seconds
+        self._total += seconds
+        self.active = False
+
+    def reset(self) -> None:
+        """Forget the time so far; a running timer stops."""
+        self._elapsed = 0.0
+        self.active = False
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        """Seconds since the last reset; a running timer goes on running."""
+        running = self.active
+        if running:
+            self.stop(barrier)
+        seconds = self._elapsed
+        if reset:
+            self._elapsed = 0.0
+        if running:
+            self.start(barrier)
+        return seconds
+
+    def active_time(self) -> float:
+        """Seconds since the timer was made, whatever was reset."""
+        return self._total
+
+    def __enter__(self) -> "Timer":
+        self.start(self.barrier)
+        return self
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is None:
+            self.stop(self.barrier)
+        else:
+            self.reset()  # the other ranks may not get here: wait for nobody
+
+    def _wait(self, barrier: bool) -> None:
+        if barrier and dist.is_available() and dist.is_initialized():
+            dist.barrier()
+        if self.synchronize:
+            torch.cuda.synchronize()
+
+
+class NullTimer(Timer):
+    """Stands for every timer above the log level."""
+
+    def __init__(self) -> None:
+        super().__init__("null")
+
+    def start(self, barrier: bool = False) -> None:
+        return
+
+    def stop(self, barrier: bool = False) -> None:
+        return
+
+    def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
+        return 0.0
+
+
+class Timers:
+    """All timers of a process, by name."""
+
+    def __init__(
+        self,
+        log_level: int = 0,
+        log_option: Literal["max", "minmax", "all"] = "minmax",
+        barrier_with_L1_time: bool = False,
+    ):
+        """``barrier_with_L1_time``: a ``with`` block of level 1 begins and ends when all ranks came there."""
+        if log_option not in ("max", "minmax", "all"):
+            raise ValueError(f"--timing-log-option {log_option!r}: choose max, minmax or all")
+        self.log_level, self.log_option = log_level, log_option
+        self.barrier_with_L1_time = barrier_with_L1_time
+        self.latest: dict[str, float] = {}
+        """Milliseconds of the last :meth:`text`, the largest over ranks."""
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+        self._null = NullTimer()
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:
+        """The timer ``name``; its first use sets its level (by default the highest), later ones may leave it out."""
+        known = self._levels.get(name)
+        if known is None:
+            known = MAX_LOG_LEVEL if log_level is None else log_level
+            if not 0 <= known <= MAX_LOG_LEVEL:
+                raise ValueError(f"timer {name!r}: log level {known} is not within 0 to {MAX_LOG_LEVEL}")
+            self._levels[name] = known
+            if known <= self.log_level:
+                synchronize = self.log_level > 0 and torch.cuda.is_initialized()
+                self._timers[name] = Timer(name, synchronize, barrier=self.barrier_with_L1_time and known == 1)
+        elif log_level is not None and log_level != known:
+            raise ValueError(f"timer {name!r} has log level {known}; it cannot be used with {log_level} too")
+        return self._timers.get(name, self._null)
+
+    def gather(self, names: Sequence[str] | None = None, *, reset: bool = True, barrier: bool = False) -> list[dict]:
+        """Seconds by name, for each rank. Collective: every rank calls it, also those that never ran such a timer."""
+        own = {
+            name: timer.elapsed(reset=reset)
+            for name, timer in self._timers.items()
+            if (names is None or name in names) and (timer.active or timer._elapsed > 0.0)
+        }
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return [own]
+        if barrier:
+            dist.barrier()
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        return ranks
+
+    def text(
+        self,
+        names: Sequence[str] | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> str | None:
+        """The lines for the log, times in milliseconds divided by ``normalizer``; None if no timer ran. Collective."""
+        ranks = self.gather(names, reset=reset, barrier=barrier)
+        order = list(dict.fromkeys(name for rank in ranks for name in rank))
+        if names is not None:
+            order = [name for name in names if name in order]
+        scale = 1000.0 / normalizer
+        times = {
+            name: [(rank, seconds[name] * scale) for rank, seconds in enumerate(ranks) if name in seconds]
+            for name in order
+        }
+        self.latest = {name: max(ms for _, ms in values) for name, values in times.items()}
+        return format_times(times, self.log_option) if times else None
+
+    def log(
+        self,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Log :meth:`text` on ``rank``, by default the last. Collective."""
+        text = self.text(names, normalizer, reset, barrier)
+        here, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        if text is not None and here == (size - 1 if rank is None else rank):
+            logger.info("%s", text)
+
+    def write(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Seconds of each timer, the largest over ranks, to ``writer.add_scalar("<name>-time", …)``. Collective."""
+        self.text(names, normalizer, reset, barrier)
+        if writer is not None:
+            for name, milliseconds in self.latest.items():
+                writer.add_scalar(f"{name}-time", milliseconds / 1000.0, iteration)
+
+
+def format_times(times: dict[str, list[tuple[int, float]]], option: str) -> str:
+    """Lines of ``(rank, milliseconds)`` by name."""
+    if option == "all":
+        lines = ["times across ranks (ms):"]
+        for name, values in times.items():
+            lines.append(f"  {name}:")
+            lines += [f"     rank {rank:2d}: {ms:.2f}" for rank, ms in values]
+        return "\n".join(lines)
+    lines = ["(min, max) time across ranks (ms):" if option == "minmax" else "max time across ranks (ms):"]
+    for name, values in times.items():
+        smallest, largest = min(ms for _, ms in values), max(ms for _, ms in values)
+        shown = f"({smallest:.2f}, {largest:.2f})" if option == "minmax" else f"{largest:.2f}"
+        lines.append(f"    {(name + ' ').ljust(NAME_WIDTH, '.')}: {shown}")
+    return "\n".join(lines)
