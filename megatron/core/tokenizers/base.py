@@ -1,0 +1,151 @@
+"""What every tokenizer offers: text to ids and back, its true vocabulary size, its special ids and its fingerprint.
+
+The padded vocabulary is the model's business: ``vocab_size`` here is the largest id + 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    Attributes:
+        tokenizer_type: the value of --tokenizer-type that builds it.
+        vocab_size: largest id + 1.
+        special_ids: ids by role: ``eod``, ``bos``, ``eos``, ``pad``, ``cls``, ``sep``, ``mask``, ``unk``; absent roles
+            are missing.
+        fingerprint: sha256 over the tokenizer's files and the options that change its ids.
+    """
+
+    def __init__(self, tokenizer_type: str, vocab_size: int, special_ids: Mapping[str, int], fingerprint: str):
+        self.tokenizer_type = tokenizer_type
+        self.vocab_size = vocab_size
+        self.special_ids = dict(special_ids)
+        self.fingerprint = fingerprint
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of ``text``. No end-of-document id is added."""
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ``ids``; bytes that are not valid UTF-8 become U+FFFD."""
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text as an integer array: the fast path of preprocessing."""
+        return [np.asarray(self.tokenize(text), dtype=np.int64) for text in texts]
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Token to id."""
+        raise ValueError(f"--tokenizer-type {self.tokenizer_type} has no vocabulary of strings")
+
+    @property
+    def inv_vocab(self) -> dict[int, str]:
+        """Id to token."""
+        return {index: token for token, index in self.vocab.items()}
+
+    @property
+    def additional_special_tokens_ids(self) -> list[int]:
+        """T5's sentinels, in order; empty where there are none."""
+        vocab = self.vocab
+        names = (f"<extra_id_{index}>" for index in range(len(vocab)))
+        found: list[int] = []
+        for name in names:
+            if name not in vocab:
+                break
+            found.append(vocab[name])
+        return found
+
+    def _special(self, role: str) -> int:
+        if role not in self.special_ids:
+            has = ", ".join(f"{name} {index}" for name, index in self.special_ids.items()) or "none"
+            raise ValueError(
+                f"this {self.tokenizer_type} has no {role!r} token (it has: {has}); use a tokenizer that defines one"
+            )
+        return self.special_ids[role]
+
+    @property
+    def eod(self) -> int:
+        """End of document."""
+        return self._special("eod")
+
+    @property
+    def bos(self) -> int:
+        """Beginning of sequence."""
+        return self._special("bos")
+
+    @property
+    def eos(self) -> int:
+        """End of sequence."""
+        return self._special("eos")
+
+    @property
+    def pad(self) -> int:
+        """Padding."""
+        return self._special("pad")
+
+    @property
+    def cls(self) -> int:
+        """BERT's classification token."""
+        return self._special("cls")
+
+    @property
+    def sep(self) -> int:
+        """BERT's separator."""
+        return self._special("sep")
+
+    @property
+    def mask(self) -> int:
+        """BERT's mask."""
+        return self._special("mask")
+
+    @property
+    def unique_identifiers(self) -> OrderedDict[str, object]:
+        """What makes two tokenizers the same one; part of the key of index caches."""
+        return OrderedDict(
+            tokenizer_type=self.tokenizer_type, fingerprint=self.fingerprint, vocab_size=self.vocab_size
+        )
+
+
+def fingerprint_of(parts: Iterable[bytes], options: Mapping[str, object]) -> str:
+    """sha256 over the contents ``parts``, in order, and over ``options``."""
+    digest = hashlib.sha256(json.dumps(dict(options), sort_keys=True).encode())
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
+
+
+def read_tokenizer_file(flag: str, path: str | None, tokenizer_type: str, what: str) -> bytes:
+    """The bytes of the file behind ``flag``; ``what`` names its content in the error.
+
+    Raises:
+        ValueError: no path given, no such file, a folder, or unreadable.
+    """
+    if not path:
+        raise ValueError(f"--tokenizer-type {tokenizer_type} needs {flag}: {what}")
+    if os.path.isdir(path):
+        raise ValueError(f"{flag} {path} is a folder; --tokenizer-type {tokenizer_type} needs a file: {what}")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read ({error.strerror}); it must be {what}") from error
+
+
+def check_text(text: str) -> None:
+    """Refuse lone surrogates, which no UTF-8 tokenizer can represent."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text has a lone surrogate at position {error.start}: it is not valid Unicode") from error

@@ -1,0 +1,135 @@
+"""From flags, or from a path, to a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
+from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
+from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
+from megatron.core.tokenizers.tik_token import TikTokenizer
+
+logger = logging.getLogger(__name__)
+
+NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
+TOKENIZER_TYPES = (
+    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
+    "ByteLevelTokenizer",
+)  # fmt: skip
+
+
+class TokenizerFlags(Protocol):
+    """The configuration fields that choose a tokenizer (--tokenizer-type and its group)."""
+
+    @property
+    def tokenizer_type(self) -> str | None: ...
+    @property
+    def tokenizer_model(self) -> str | None: ...
+    @property
+    def vocab_file(self) -> str | None: ...
+    @property
+    def merge_file(self) -> str | None: ...
+    @property
+    def vocab_size(self) -> int | None: ...
+    @property
+    def vocab_extra_ids(self) -> int: ...
+    @property
+    def tokenizer_special_tokens(self) -> list[str] | None: ...
+    @property
+    def tiktoken_pattern(self) -> Any: ...
+    @property
+    def tiktoken_num_special_tokens(self) -> int: ...
+    @property
+    def tokenizer_hf_no_include_special_tokens(self) -> bool: ...
+    @property
+    def tokenizer_sentencepiece_legacy(self) -> bool: ...
+    @property
+    def null_tokenizer_eod_id(self) -> int | None: ...
+    @property
+    def null_tokenizer_pad_id(self) -> int: ...
+    @property
+    def trust_remote_code(self) -> bool: ...
+
+
+def build_tokenizer(cfg: TokenizerFlags) -> Tokenizer:
+    """The tokenizer that the flags in ``cfg`` ask for.
+
+    Raises:
+        ValueError: an unknown type, a missing or broken file, a missing library; with the flag and the fix.
+    """
+    kind = cfg.tokenizer_type
+    if cfg.trust_remote_code:
+        logger.warning("--trust-remote-code has no effect: code that comes with a tokenizer is never run")
+    if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
+        return build_bert_wordpiece(cfg.vocab_file, kind == "BertWordPieceLowerCase", cfg.vocab_extra_ids)
+    if kind == "GPT2BPETokenizer":
+        return build_gpt2_bpe(cfg.vocab_file, cfg.merge_file, cfg.tokenizer_special_tokens)
+    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        legacy = cfg.tokenizer_sentencepiece_legacy or (kind == "SentencePieceTokenizer" and cfg.vocab_extra_ids > 0)
+        return SentencePieceTokenizer(
+            kind, cfg.tokenizer_model, legacy=legacy, extra_ids=cfg.vocab_extra_ids,
+            special_tokens=cfg.tokenizer_special_tokens,
+        )  # fmt: skip
+    if kind == "HuggingFaceTokenizer":
+        include = not cfg.tokenizer_hf_no_include_special_tokens
+        return build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include)
+    if kind == "TikTokenizer":
+        return TikTokenizer(
+            cfg.tokenizer_model, pattern=cfg.tiktoken_pattern, vocab_size=cfg.vocab_size,
+            num_special_tokens=cfg.tiktoken_num_special_tokens, special_tokens=cfg.tokenizer_special_tokens,
+        )  # fmt: skip
+    if kind == "NullTokenizer":
+        if cfg.vocab_size is None:
+            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+        return NullTokenizer(cfg.vocab_size, cfg.null_tokenizer_eod_id, cfg.null_tokenizer_pad_id)
+    if kind in ("ByteLevelTokenizer", "ByteTokenizer"):
+        return ByteLevelTokenizer()
+    if kind is None:
+        raise ValueError(f"--tokenizer-type is not set; choose one of {', '.join(TOKENIZER_TYPES)}")
+    if kind in NOT_YET:
+        raise ValueError(f"--tokenizer-type {kind} is not available yet; choose one of {', '.join(TOKENIZER_TYPES)}")
+    raise ValueError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
+
+
+class MegatronTokenizer:
+    """Entry point by path, for programs that have no flags."""
+
+    @staticmethod
+    def from_pretrained(tokenizer_path: str, **options: Any) -> Tokenizer:
+        """The tokenizer in ``tokenizer_path``, its kind told from its files.
+
+        A folder with tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model file; or any of
+        these files (tokenizer.json, vocab.txt, ``*.model``, or a JSON list for TikTokenizer).
+
+        Args:
+            options: passed on to the constructor, e.g. ``include_special_tokens=False`` for tokenizer.json.
+        """
+        path = Path(tokenizer_path)
+        if not path.exists():
+            return build_huggingface(tokenizer_path)  # raises, saying that hub names are not downloaded
+        if path.is_dir():
+            if (path / "tokenizer.json").is_file():
+                return build_huggingface(str(path), **options)
+            if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+                return build_gpt2_bpe(str(path / "vocab.json"), str(path / "merges.txt"), **options)
+            files = [path / "vocab.txt"] if (path / "vocab.txt").is_file() else sorted(path.glob("*.model"))
+            if len(files) != 1:
+                raise ValueError(f"{path} holds no tokenizer.json, vocab.json with merges.txt, vocab.txt or .model file")
+            path = files[0]
+        if path.suffix == ".model":
+            return SentencePieceTokenizer("GPTSentencePieceTokenizer", str(path), **options)
+        if path.suffix == ".txt":
+            return build_bert_wordpiece(str(path), options.pop("lower_case", True), **options)
+        with path.open("rb") as file:
+            is_list = file.read(64).lstrip()[:1] == b"["
+        return TikTokenizer(str(path), **options) if is_list else build_huggingface(str(path), **options)
+
+
+def describe(tokenizer: Tokenizer) -> str:
+    """One line for logs."""
+    return f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size} ids, special {json.dumps(tokenizer.special_ids)}"

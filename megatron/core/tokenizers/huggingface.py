@@ -1,0 +1,287 @@
+"""Tokenizers in the `tokenizers` format: tokenizer.json files, GPT-2's vocabulary and merges, BERT's WordPiece.
+
+Only files on disk are read, by the `tokenizers` library alone: nothing is downloaded, and Python code that comes with a
+tokenizer is never run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
+from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
+from megatron.core.tokenizers.libraries import require
+
+# tried in this order when the files beside tokenizer.json do not name an end-of-sequence token
+EOD_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eod>", "<|eod|>", "<eos>", "<|end▁of▁sentence|>", "[EOD]")
+_ROLES = {
+    "eos": "eos_token", "bos": "bos_token", "pad": "pad_token", "cls": "cls_token", "sep": "sep_token",
+    "mask": "mask_token", "unk": "unk_token",
+}  # fmt: skip
+
+
+class BackendTokenizer(Tokenizer):
+    """A `tokenizers.Tokenizer`, with tiktoken in front of it where equal ids are certain."""
+
+    def __init__(self, tokenizer_type: str, backend: Any, special_ids: dict[str, int], fingerprint: str,
+                 include_special_tokens: bool = False):  # fmt: skip
+        self._backend = backend
+        self._include_special_tokens = include_special_tokens
+        self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
+        self._fast: FastByteLevelBPE | None = None
+        self._prefix, self._suffix = _ids_around_text(backend) if include_special_tokens else ([], [])
+        _refuse_shared_ids(tokenizer_type, self._vocab)
+        super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint)
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self._vocab
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether tiktoken encodes most texts."""
+        return self._fast is not None
+
+    def accelerate(self, definition: dict[str, Any]) -> None:
+        """Put tiktoken in front, if ``definition`` (the parsed tokenizer.json) allows it."""
+        self._fast = build_fast_bpe(definition, self._backend)
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.tokenize_batch([text])[0].tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        arrays: list[np.ndarray | None] = [None] * len(texts)
+        if self._fast is not None:
+            arrays = [self._fast.encode(text) for text in texts]
+            if self._prefix or self._suffix:
+                arrays = [array if array is None else self._surround(array) for array in arrays]
+        rest = [index for index, array in enumerate(arrays) if array is None]
+        if rest:
+            for index in rest:
+                check_text(texts[index])
+            encode = self._backend.encode_batch_fast
+            encodings = encode([texts[index] for index in rest], add_special_tokens=self._include_special_tokens)
+            for index, encoding in zip(rest, encodings):
+                arrays[index] = np.asarray(encoding.ids, dtype=np.uint32)
+        return [array for array in arrays if array is not None]
+
+    def _surround(self, ids: np.ndarray) -> np.ndarray:
+        return np.concatenate([self._prefix, ids, self._suffix]).astype(np.uint32)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
+
+
+def build_huggingface(
+    path: str | None, special_tokens: Sequence[str] | None = None, include_special_tokens: bool = True
+) -> BackendTokenizer:
+    """--tokenizer-type HuggingFaceTokenizer from a tokenizer.json, or from a folder that holds one.
+
+    Raises:
+        ValueError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, no end of document.
+    """
+    file = _locate(path)
+    raw = read_tokenizer_file("--tokenizer-model", str(file), "HuggingFaceTokenizer", "a tokenizer.json")
+    definition = _parse(raw, file)
+    library = require("tokenizers", "--tokenizer-type HuggingFaceTokenizer")
+    try:
+        backend = library.Tokenizer.from_str(raw.decode())
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"--tokenizer-model {file} is not a tokenizer that `tokenizers` can read: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    for added in definition.get("added_tokens") or []:
+        if backend.token_to_id(added["content"]) != added["id"]:
+            raise ValueError(
+                f"--tokenizer-model {file}: the added token {added['content']!r} claims id {added['id']}, which is not "
+                f"the id it gets ({backend.token_to_id(added['content'])}); repair the file's added_tokens"
+            )
+    if special_tokens:
+        backend.add_special_tokens(list(special_tokens))
+        definition = json.loads(backend.to_str())
+    special_ids = _special_ids(file.parent, backend)
+    if "eod" not in special_ids:
+        raise ValueError(
+            f"--tokenizer-model {file} names no end-of-document token (looked in tokenizer_config.json and "
+            f"special_tokens_map.json for eos_token, then for {', '.join(EOD_NAMES)}); put a tokenizer_config.json "
+            'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
+        )
+    options = {"type": "huggingface", "special_tokens": list(special_tokens or []), "include": include_special_tokens}
+    fingerprint = fingerprint_of([raw], options)
+    tokenizer = BackendTokenizer("HuggingFaceTokenizer", backend, special_ids, fingerprint, include_special_tokens)
+    tokenizer.accelerate(definition)
+    return tokenizer
+
+
+def build_gpt2_bpe(
+    vocab_file: str | None, merge_file: str | None, special_tokens: Sequence[str] | None = None
+) -> BackendTokenizer:
+    """--tokenizer-type GPT2BPETokenizer from vocab.json and merges.txt.
+
+    Raises:
+        ValueError: a file is missing or of the wrong kind, or the vocabulary has no ``<|endoftext|>``.
+    """
+    kind = "GPT2BPETokenizer"
+    vocab_raw = read_tokenizer_file("--vocab-file", vocab_file, kind, "vocab.json, a map from token to id")
+    merges_raw = read_tokenizer_file("--merge-file", merge_file, kind, "merges.txt, two tokens a line")
+    vocab = _parse(vocab_raw, Path(str(vocab_file)))
+    if not vocab or not all(isinstance(index, int) for index in vocab.values()):
+        raise ValueError(f"--vocab-file {vocab_file} is not a map from token to id; it must be GPT-2's vocab.json")
+    merges = [tuple(line.split(" ")) for line in _lines(merges_raw, merge_file) if line and not line.startswith("#v")]
+    if not all(len(pair) == 2 for pair in merges):
+        raise ValueError(f"--merge-file {merge_file} has lines that are not two tokens; it must be GPT-2's merges.txt")
+    _refuse_shared_ids(kind, vocab)
+    library = require("tokenizers", f"--tokenizer-type {kind}")
+    try:
+        backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=merges))
+    except Exception as error:
+        raise ValueError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not fit: {error}") from error
+    backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = library.decoders.ByteLevel()
+    end = next((name for name in EOD_NAMES if name in vocab or name in (special_tokens or ())), None)
+    if end is None:
+        raise ValueError(f"--vocab-file {vocab_file} has no <|endoftext|>, which ends documents; add it to the file")
+    backend.add_special_tokens([end, *(special_tokens or [])])
+    eod = backend.token_to_id(end)
+    fingerprint = fingerprint_of([vocab_raw, merges_raw], {"type": "gpt2", "special_tokens": list(special_tokens or [])})
+    tokenizer = BackendTokenizer(kind, backend, {"eod": eod, "eos": eod, "bos": eod}, fingerprint)
+    tokenizer.accelerate(json.loads(backend.to_str()))
+    return tokenizer
+
+
+def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: int = 0) -> BackendTokenizer:
+    """--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase from vocab.txt.
+
+    With ``extra_ids`` (--vocab-extra-ids, for T5) the tokens [BOS], [EOS] and ``<extra_id_0>`` ... follow the file's own.
+
+    Raises:
+        ValueError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK].
+    """
+    kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+    raw = read_tokenizer_file("--vocab-file", vocab_file, kind, "vocab.txt, one token a line")
+    lines = _lines(raw, vocab_file)
+    while lines and not lines[-1]:
+        lines.pop()
+    vocab = {token: index for index, token in enumerate(lines)}
+    repeated = [token for token, count in Counter(lines).items() if count > 1]
+    if repeated:
+        raise ValueError(f"--vocab-file {vocab_file} lists {repeated[0]!r} twice; each line must be a different token")
+    missing = [token for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]") if token not in vocab]
+    if missing:
+        raise ValueError(f"--vocab-file {vocab_file} lacks {', '.join(missing)}; it must be a BERT vocab.txt")
+    library = require("tokenizers", f"--tokenizer-type {kind}")
+    backend = library.Tokenizer(library.models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    backend.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
+    backend.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = library.decoders.WordPiece()
+    specials = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]"]
+    if extra_ids:
+        specials += ["[BOS]", "[EOS]", *(f"<extra_id_{index}>" for index in range(extra_ids))]
+    backend.add_special_tokens(specials)
+    ids = {role: backend.token_to_id(f"[{role.upper()}]") for role in ("cls", "sep", "pad", "mask", "unk", "bos", "eos")}
+    special_ids = {role: index for role, index in ids.items() if index is not None}
+    special_ids["eod"] = special_ids.get("eos", special_ids["sep"])
+    return BackendTokenizer(kind, backend, special_ids, fingerprint_of([raw], {"type": kind, "extra_ids": extra_ids}))
+
+
+def _locate(path: str | None) -> Path:
+    if not path:
+        raise ValueError(
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
+        )
+    found = Path(path)
+    if not found.exists():
+        raise ValueError(
+            f"--tokenizer-model {path}: no such file or folder. Names on a model hub are not downloaded; "
+            "save the tokenizer to a folder first and give that folder"
+        )
+    if not found.is_dir():
+        return found
+    config = _optional_json(found / "tokenizer_config.json")
+    if "AutoTokenizer" in (config.get("auto_map") or {}):
+        raise ValueError(
+            f"--tokenizer-model {path}: its tokenizer_config.json asks for Python code of its own (auto_map), which is "
+            "never run; if its tokenizer.json is complete without that code, give the path of tokenizer.json itself"
+        )
+    if not (found / "tokenizer.json").is_file():
+        holds = ", ".join(sorted(os.listdir(found))[:8]) or "nothing"
+        raise ValueError(
+            f"--tokenizer-model {path} holds no tokenizer.json (it holds {holds}); a SentencePiece .model goes with "
+            "--tokenizer-type GPTSentencePieceTokenizer, vocab.json and merges.txt with GPT2BPETokenizer"
+        )
+    return found / "tokenizer.json"
+
+
+def _parse(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(raw.decode())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not a JSON file ({error}); is it the right kind of tokenizer file?") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{path} holds a JSON {type(parsed).__name__}, not an object; is it the right kind of file?")
+    return parsed
+
+
+def _lines(raw: bytes, path: str | None) -> list[str]:
+    try:
+        # only line feeds end a line: some tokens are other kinds of line break
+        return [line.rstrip("\r") for line in raw.decode("utf-8-sig").split("\n")]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}); is it the right kind of tokenizer file?") from error
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return _parse(path.read_bytes(), path) if path.is_file() else {}
+
+
+def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
+    """Ids by role, from the files that stand beside tokenizer.json, then by well-known names."""
+    found: dict[str, int] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        config = _optional_json(folder / name)
+        for role, key in _ROLES.items():
+            value = config.get(key)
+            content = value.get("content") if isinstance(value, dict) else value
+            index = backend.token_to_id(content) if isinstance(content, str) else None
+            if index is not None:
+                found.setdefault(role, index)
+    known = {"eos": EOD_NAMES, "bos": ("<s>", "<|begin_of_text|>", "<bos>"), "pad": ("<pad>", "[PAD]", "<|pad|>"),
+             "cls": ("[CLS]",), "sep": ("[SEP]",), "mask": ("[MASK]", "<mask>"), "unk": ("<unk>", "[UNK]")}  # fmt: skip
+    for role, names in known.items():
+        indices = [index for index in map(backend.token_to_id, names) if index is not None]
+        if indices:
+            found.setdefault(role, indices[0])
+    if "eos" in found:
+        found["eod"] = found["eos"]
+    return found
+
+
+def _refuse_shared_ids(tokenizer_type: str, vocab: dict[str, int]) -> None:
+    if not vocab:
+        raise ValueError(f"the {tokenizer_type}'s vocabulary is empty")
+    if len(set(vocab.values())) < len(vocab):
+        owners: dict[int, str] = {}
+        for token, index in vocab.items():
+            if index in owners:
+                raise ValueError(
+                    f"the {tokenizer_type}'s tokens {owners[index]!r} and {token!r} share the id {index}; "
+                    "every token needs its own"
+                )
+            owners[index] = token
+
+
+def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after a text."""
+    bare = backend.encode("a", add_special_tokens=False).ids
+    full = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return full[:start], full[start + len(bare) :]
+    raise ValueError("the tokenizer's post-processor changes the ids of the text itself, which is not supported")

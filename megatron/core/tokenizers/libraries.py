@@ -1,0 +1,32 @@
+"""The optional libraries of tokenizing and preprocessing, each asked for here and nowhere else.
+
+Importing this package needs numpy only; a library is loaded when a tokenizer or a file format that needs it is built, and
+an absent one is answered with the flag that asked for it and the command that installs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+
+def is_installed(module: str) -> bool:
+    """Whether ``module`` could be imported, without importing it."""
+    return importlib.util.find_spec(module) is not None
+
+
+def require(module: str, asked_by: str) -> ModuleType:
+    """Import ``module``; ``asked_by`` is the flag and value that need it.
+
+    Raises:
+        ValueError: the library is not installed, or is broken.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{asked_by} needs the package {package!r}, which cannot be imported ({error}); "
+            f"install it with: pip install {package}"
+        ) from error

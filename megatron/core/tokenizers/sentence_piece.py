@@ -1,0 +1,92 @@
+"""SentencePiece models: SentencePieceTokenizer, GPTSentencePieceTokenizer and Llama2Tokenizer.
+
+All three encode with the model as it is, adding no beginning-of-sequence id. ``legacy`` is the older layout of
+SentencePieceTokenizer, which T5 uses: <CLS>, <SEP>, <EOD>, <MASK> and the sentinels follow the model's own pieces.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
+from megatron.core.tokenizers.libraries import require
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece .model file."""
+
+    def __init__(self, tokenizer_type: str, model: str | None, *, legacy: bool = False, extra_ids: int = 0,
+                 special_tokens: Sequence[str] | None = None):  # fmt: skip
+        raw = read_tokenizer_file("--tokenizer-model", model, tokenizer_type, "a SentencePiece .model file")
+        library = require("sentencepiece", f"--tokenizer-type {tokenizer_type}")
+        self._processor = library.SentencePieceProcessor()
+        try:
+            self._processor.LoadFromSerializedProto(raw)
+            size = self._processor.get_piece_size()
+        except Exception as error:
+            raise ValueError(f"--tokenizer-model {model} is not a SentencePiece model: {error}") from error
+        if not raw or size == 0:
+            raise ValueError(f"--tokenizer-model {model} is not a SentencePiece model: it holds no pieces")
+        self._model_size = size
+        self._vocab = {self._processor.id_to_piece(index): index for index in range(size)}
+        roles = {"bos": self._processor.bos_id(), "eos": self._processor.eos_id(), "pad": self._processor.pad_id(),
+                 "unk": self._processor.unk_id()}  # fmt: skip
+        special_ids = {role: index for role, index in roles.items() if index >= 0}
+        self._added: dict[str, int] = {}
+        if legacy:
+            special_ids.update({role: self._add(f"<{role.upper()}>") for role in ("cls", "sep", "eod", "mask")})
+            special_ids.update({r: self._add(f"<{r.upper()}>") for r in ("pad", "bos", "eos") if r not in special_ids})
+        elif "eos" in special_ids:
+            special_ids["eod"] = special_ids["eos"]
+        for token in special_tokens or ():
+            self._add(token)
+        for index in range(extra_ids):
+            self._add(f"<extra_id_{index}>")
+        if "eod" not in special_ids:
+            raise ValueError(
+                f"--tokenizer-model {model} has no end-of-sequence piece, which ends documents; "
+                "train it with eos_id >= 0, or add --tokenizer-sentencepiece-legacy, which appends <EOD>"
+            )
+        self._splitter = re.compile("(" + "|".join(map(re.escape, self._added)) + ")") if self._added else None
+        options = {"type": "sentencepiece", "added": self._added}
+        super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint_of([raw], options))
+
+    def _add(self, token: str) -> int:
+        index = self._vocab.setdefault(token, len(self._vocab))
+        self._added[token] = index
+        return index
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self._vocab
+
+    def tokenize(self, text: str) -> list[int]:
+        check_text(text)
+        if self._splitter is None:
+            return self._processor.encode_as_ids(text)
+        ids: list[int] = []
+        for part in self._splitter.split(text):
+            if part in self._added:
+                ids.append(self._added[part])
+            elif part:
+                ids += self._processor.encode_as_ids(part)
+        return ids
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.asarray(self.tokenize(text), dtype=np.uint32) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        if not self._added:
+            return self._processor.decode([int(index) for index in ids])
+        names = {index: token for token, index in self._added.items()}
+        text, run = "", []
+        for index in map(int, ids):
+            if index in names:
+                text += (self._processor.decode(run) if run else "") + names[index]
+                run = []
+            else:
+                run.append(index)
+        return text + (self._processor.decode(run) if run else "")

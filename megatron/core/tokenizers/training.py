@@ -1,0 +1,37 @@
+"""Training of a byte-level BPE, deterministic for the same texts in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from megatron.core.tokenizers.libraries import require
+
+
+def train_byte_level_bpe(
+    texts: Iterable[str], vocab_size: int, output: str, *, end_of_document: str = "<|endoftext|>", asked_by: str
+) -> int:
+    """Train on ``texts`` with GPT-2's pre-tokenizer and write ``output`` (a tokenizer.json); the size reached.
+
+    Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order.
+
+    Raises:
+        ValueError: the vocabulary is too small for the bytes, or `tokenizers` is not installed.
+    """
+    if vocab_size < 257:
+        raise ValueError(f"--vocab-size {vocab_size}: at least 257 are needed, 256 bytes and {end_of_document}")
+    library = require("tokenizers", asked_by)
+    tokenizer = library.Tokenizer(library.models.BPE())
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[end_of_document],
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    partial = Path(output + ".partial")
+    tokenizer.save(str(partial))
+    partial.replace(output)
+    return tokenizer.get_vocab_size()
