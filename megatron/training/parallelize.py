@@ -27,7 +27,7 @@ def parallelize(model_chunks: list[nn.Module], cfg: PretrainConfig, groups: Proc
         overlap_grad_reduce=cfg.overlap_grad_reduce,
         bucket_size=cfg.ddp_bucket_size,
     )
-    return [DistributedDataParallel(ddp, chunk, groups) for chunk in model_chunks]
+    return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 
 
 def report_parameters(model_chunks: list[nn.Module], groups: ProcessGroups) -> None:

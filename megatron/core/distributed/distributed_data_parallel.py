@@ -44,8 +44,8 @@ class DistributedDataParallel(nn.Module):
         overlap = ddp_config.overlap_grad_reduce and not disable_bucketing
         bucket_size = (ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)) if overlap else None
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        kinds = group_by_dtype(trained, ddp_config.grad_reduce_in_fp32)
-        self.grad_buffers = [ParamAndGradBuffer(kin, dtype, bucket_size, self.group) for (_, dtype), kin in kinds.items()]
+        kinds = group_by_dtype(trained, ddp_config.grad_reduce_in_fp32).items()
+        self.grad_buffers = [ParamAndGradBuffer(kin, dtype, bucket_size, self.group) for (_, dtype), kin in kinds]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,7 +30,8 @@ def check_replicas(module: nn.Module, group: dist.ProcessGroup | None) -> list[t
     """
     if group is None:
         return []
-    named = [(name, parameter) for name, parameter in module.named_parameters()]
+    plain = module.module if isinstance(module, DistributedDataParallel) else module
+    named = list(plain.named_parameters())
     mine = torch.stack([tensor_hash(parameter) for _, parameter in named])
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
