@@ -3,7 +3,8 @@
 The first process to take the lock builds and writes, each file to a temporary name, synced and renamed, the description
 last; the others wait on the lock, with a line in the log, and map the files. No collective is involved, so any subset
 of ranks may ask in any order. What is found is believed only if the description and every shape and dtype match;
-anything else (a kill, a full disk) is rebuilt. A folder that cannot be written costs a warning, and each process builds its own.
+anything else (a kill, a full disk) is rebuilt. A folder that cannot be written costs a warning, and each process builds
+its own.
 """
 
 import contextlib

@@ -59,7 +59,7 @@ class FileTokens:
     def read(self, start: int, count: int) -> np.ndarray:
         """``count`` tokens from token ``start``, as a new array."""
         tokens = np.empty(count, dtype=self.dtype)
-        target = memoryview(tokens).cast("B") if count else memoryview(b"")
+        target = tokens.data.cast("B") if count else memoryview(b"")
         offset, done = start * self.dtype.itemsize, 0
         while done < len(target):  # one call reads at most 2 GiB
             got = os.preadv(self.file.fileno(), [target[done:]], offset + done)
