@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 _UNSET: Any = dataclasses.MISSING
+_NO_VALUE: Any = object()
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Problem:
 
     flag: str
     reason: str
-    value: Any = _UNSET
+    value: Any = _NO_VALUE
     fix: str = ""
 
     def __str__(self) -> str:
-        value = "" if self.value is _UNSET else f" {show(self.value)}"
+        value = "" if self.value is _NO_VALUE else f" {show(self.value)}"
         return f"{self.flag}{value}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
 
 
@@ -220,7 +221,7 @@ class Segment:
 
 
 def segments(argv: Sequence[str]) -> tuple[list[Segment], list[Problem]]:
-    """Cut a command line at its flags. Operands in front of the first flag, or beside ``--flag=value``, are problems."""
+    """Cut a command line at its flags. Operands before the first flag, or beside ``--flag=value``, are problems."""
     found: list[Segment] = []
     problems: list[Problem] = []
     for token in argv:
@@ -274,7 +275,7 @@ def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[
         try:
             values[spec.field] = _read(spec, segment)
         except ValueError as error:
-            given: Any = list(segment.operands) if segment.operands else _UNSET
+            given: Any = list(segment.operands) if segment.operands else _NO_VALUE
             problems.append(Problem(spec.names[0], str(error), given))
     return values, problems
 
@@ -381,9 +382,7 @@ class _HelpFormatter(argparse.HelpFormatter):
         text = action.help or ""
         if action.default in (None, argparse.SUPPRESS, []) or isinstance(action.default, bool):
             return text
-        return f"{text} [{show(action.default)}]".replace("%", "%%") if "%" in show(action.default) else (
-            f"{text} [{show(action.default)}]"
-        )
+        return f"{text} [{show(action.default)}]"
 
 
 def report_and_exit(error: ConfigError, prog: str = "") -> None:

@@ -76,11 +76,11 @@ class AttentionConfig:
     yarn_original_max_position_embeddings: int | None = None
     """Context length that the model was trained with before YaRN stretches it."""
 
-    yarn_beta_fast: float | None = None
-    """YaRN: channels that turn more often than this within the original context stay as they are; default 32."""
+    yarn_beta_fast: float = 32.0
+    """YaRN: channels that turn more often than this within the original context stay as they are."""
 
-    yarn_beta_slow: float | None = None
-    """YaRN: channels that turn less often than this within the original context are fully interpolated; default 1."""
+    yarn_beta_slow: float = 1.0
+    """YaRN: channels that turn less often than this within the original context are fully interpolated."""
 
     yarn_correction_range_round_to_int: bool = flag(
         "--no-yarn-correction-range-round-to-int", default=True, on="--yarn-correction-range-round-to-int"

@@ -16,9 +16,7 @@ class MoeConfig:
     num_experts: int | None = None
     """Experts per mixture layer; left out, the model is dense."""
 
-    moe_layer_freq: int | list[int] = flag(
-        "--moe-layer-freq", default=1, parse=parse_layer_pattern, metavar="N|LIST"
-    )
+    moe_layer_freq: int | list[int] = flag("--moe-layer-freq", default=1, parse=parse_layer_pattern, metavar="N|LIST")
     """Which layers have experts: every N-th, or those with a 1 in a list such as [0]*3+[1]*58."""
 
     moe_ffn_hidden_size: int | None = None

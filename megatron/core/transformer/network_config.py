@@ -1,4 +1,4 @@
-"""Shape of a transformer: sizes, normalization, activation, biases, dropout, initial values. Fields only, torch-free."""
+"""Shape of a transformer: sizes, normalization, activation, biases, dropout, initial values. Only fields, no torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class NetworkSizeConfig:
     with --group-query-attention, where it defaults to 1 (multi-query attention)."""
 
     ffn_hidden_size: int | None = None
-    """Width inside the feed-forward network; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down to a
-    multiple of 64."""
+    """Width inside the feed-forward network; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down
+    to a multiple of 64."""
 
     kv_channels: int | None = None
     """Channels per attention head; default: hidden size / attention heads."""

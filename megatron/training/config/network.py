@@ -1,4 +1,4 @@
-"""What the training scripts add to the transformer's shape: positions, vocabulary padding, output layer, BERT and T5."""
+"""What training scripts add to the transformer's shape: positions, vocabulary padding, output layer, BERT and T5."""
 
 from __future__ import annotations
 

@@ -14,3 +14,6 @@ class ProgramConfig:
 
     dry_run: bool = False
     """Check everything, print layout, sizes, memory and schedule, and stop; needs no GPU and no process group."""
+
+    dry_run_world_size: int | None = None
+    """Ranks that --dry-run assumes; default: those of the launcher, else the fewest that the layout needs."""

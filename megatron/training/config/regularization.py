@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-
 @dataclass(kw_only=True)
 class RegularizationConfig:
     """Optimizer and regularization"""
@@ -73,5 +72,3 @@ class RegularizationConfig:
 
     decoupled_min_lr: float | None = None
     """Lower bound of --decoupled-lr."""
-
-

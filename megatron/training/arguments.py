@@ -1,0 +1,235 @@
+"""From a command line to a :class:`PretrainConfig`.
+
+What is set where: the command line wins over ``--yaml-cfg``, that over the entry script's ``args_defaults``, and those
+over the defaults of the fields. Torch-free, so that ``--help`` is quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import cli
+from megatron.core.cli import ConfigError, FlagSpec, Problem, Segment
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
+from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.training.config.retired import RENAMED, RETIRED, modernize
+from megatron.training.resolve import resolve
+from megatron.training.rules import check
+
+logger = logging.getLogger(__name__)
+
+DESCRIPTION = (
+    "Both - and _ are accepted inside names, --name=value too; names are not abbreviated. Values in brackets are "
+    "defaults. docs/flags.md says which flags are available."
+)
+
+ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
+
+
+def flag_specs() -> tuple[FlagSpec, ...]:
+    """Every flag, in the order of ``--help``."""
+    return cli.flags_of(*GROUPS)
+
+
+def parse_args(
+    argv: Sequence[str] | None = None,
+    *,
+    args_defaults: Mapping[str, Any] | None = None,
+    extra_args_provider: ExtraArgsProvider | None = None,
+) -> PretrainConfig:
+    """The settings of a command line, not yet resolved (see :func:`validate_args`).
+
+    Args:
+        argv: the command line without the program; None: this program's.
+        args_defaults: an entry script's own defaults, by field name.
+        extra_args_provider: adds a script's own flags to an ``argparse.ArgumentParser``; their values become
+            attributes of the result and are kept in its ``extra``.
+
+    Raises:
+        ConfigError: with every mistake of the command line, and what else is wrong with the settings it did read.
+        SystemExit: 0 after ``--help``.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    specs = flag_specs()
+    wants_help = bool({"-h", "--help"} & set(argv))
+    extras = _ExtraFlags(specs, extra_args_provider, wants_help)
+    if wants_help:
+        extras.parser.print_help()
+        raise SystemExit(0)
+    found, problems = cli.segments(argv)
+    known = {*cli.flag_table(specs), *extras.names}
+    found, notices, refused = modernize(found, known)
+    ours = [segment for segment in found if segment.name not in extras.names]
+    values, misread = cli.read_segments(specs, ours)
+    misread = [_explain_unknown(problem, known) for problem in misread]
+    extra, extra_problems = extras.read([segment for segment in found if segment.name in extras.names])
+    from_file, file_problems = _read_yaml(specs, values.get("yaml_cfg"))
+    defaults, default_problems = cli.read_mapping(specs, dict(args_defaults or {}))
+    problems += refused + misread + extra_problems + file_problems + default_problems
+    explicit = {**from_file, **values}
+    merged = {**extras.defaults, **defaults, **explicit}
+    cfg = PretrainConfig(**merged, explicit=frozenset(explicit), extra=extra)
+    if problems:
+        raise ConfigError(problems + _further_problems(cfg, problems))
+    if os.environ.get("RANK", "0") == "0":
+        for notice in notices:
+            logger.warning(notice)
+    return cfg
+
+
+def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
+    """The frozen settings of a run on ``world_size`` ranks, with all that follows from other settings filled in.
+
+    Raises:
+        ConfigError: with every contradiction and every setting that is not available.
+    """
+    resolved = resolve(cfg, world_size)
+    if problems := check(resolved):
+        raise ConfigError(problems)
+    for name in ("transformer_impl", "distributed_backend", "split"):
+        if name not in cfg.explicit and getattr(cfg, name) != getattr(resolved, name):
+            logger.info("%s: %s (chosen, as it was not given)", name, getattr(resolved, name))
+    return resolved
+
+
+@contextmanager
+def exit_on_config_error(prog: str = "") -> Iterator[None]:
+    """Turns a :class:`ConfigError` into its list of problems on stderr (rank 0 only) and exit status 2."""
+    try:
+        yield
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") != "0":
+            raise SystemExit(2) from None
+        cli.report_and_exit(error, prog)
+
+
+def core_transformer_config_from_args(
+    args: PretrainConfig, config_class: type[TransformerConfig] | None = None
+) -> TransformerConfig:
+    """The library's configuration with the fields that ``args`` has in common with it."""
+    if config_class is None:
+        config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    common = {field.name for field in dataclasses.fields(PretrainConfig)}
+    names = [field.name for field in dataclasses.fields(config_class) if field.name in common]
+    return config_class(**{name: getattr(args, name) for name in names})
+
+
+def format_arguments(cfg: PretrainConfig) -> str:
+    """All settings, sorted by name, with dots up to column 48."""
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    values.update(values.pop("extra"))
+    values["explicit"] = " ".join(sorted(values["explicit"])) or None
+    values["params_dtype"] = "float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else "float32"
+    lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
+    title = "------------------------ arguments ------------------------"
+    return "\n".join([title, *sorted(lines, key=str.lower), title.replace("- arguments -", " end of arguments ")])
+
+
+def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
+    """Plain JSON values of all settings, for checkpoints and logs."""
+    values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    values["explicit"] = sorted(values["explicit"])
+    values["exit_signal"] = values["exit_signal"].name
+    return json.loads(json.dumps(values, default=str))
+
+
+def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
+    """What the rules say about the settings that could be read, except about flags that could not."""
+    misread = {problem.flag for problem in problems}
+    try:
+        found = check(resolve(cfg, int(os.environ.get("WORLD_SIZE", "0")) or smallest_world_size(cfg)))
+    except (ValueError, TypeError, ArithmeticError):  # half-read settings need not make sense
+        return []
+    return [problem for problem in found if problem.flag not in misread]
+
+
+def smallest_world_size(cfg: PretrainConfig) -> int:
+    """Ranks of one model replica."""
+    sizes = (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size)
+    replica = 1
+    for size in sizes:
+        replica *= max(size, 1)
+    return replica
+
+
+def _explain_unknown(problem: Problem, known: set[str]) -> Problem:
+    """Tell flags that Megatron-LM has or had from typing mistakes."""
+    if problem.reason != "unknown flag":
+        return problem
+    name = cli.normalize(problem.flag)
+    if name[2:] in ELSEWHERE:
+        return dataclasses.replace(problem, reason="exists in Megatron-LM, is not available here", fix="leave it out")
+    if name[2:] in REMOVED:
+        return dataclasses.replace(problem, reason="was removed from Megatron-LM", fix="leave it out")
+    return dataclasses.replace(problem, fix=cli.suggestion(name, [*known, *RETIRED]))
+
+
+def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:
+    if path is None:
+        return {}, []
+    if importlib.util.find_spec("yaml") is None:
+        return {}, [Problem("--yaml-cfg", "needs the package PyYAML", path, "pip install pyyaml")]
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        return {}, [Problem("--yaml-cfg", " ".join(str(error).split()), path)]
+    if not isinstance(content, Mapping):
+        return {}, [Problem("--yaml-cfg", "must hold names and values", path, "one `name: value` per line")]
+    values, problems = cli.read_mapping(specs, content, RENAMED)
+    return values, [dataclasses.replace(problem, flag=f"{path}: {problem.flag}") for problem in problems]
+
+
+class _RaisingParser(argparse.ArgumentParser):
+    """Reports a mistake as an exception instead of ending the program."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+class _ExtraFlags:
+    """The flags that an entry script adds through argparse."""
+
+    def __init__(self, specs: Sequence[FlagSpec], provider: ExtraArgsProvider | None, wants_help: bool) -> None:
+        # a parser of all our flags takes a while to build, and most runs need none
+        self.parser = cli.make_parser(specs, description=DESCRIPTION) if provider or wants_help else _RaisingParser()
+        self.actions: list[argparse.Action] = []
+        self.defaults: dict[str, Any] = {}
+        if provider is None:
+            self.names: frozenset[str] = frozenset()
+            return
+        before = set(map(id, self.parser._actions))
+        fields = {spec.field: self.parser.get_default(spec.field) for spec in specs}
+        provider(self.parser)
+        self.actions = [action for action in self.parser._actions if id(action) not in before]
+        self.names = frozenset(cli.normalize(name) for action in self.actions for name in action.option_strings)
+        changed = {name: self.parser.get_default(name) for name in fields}
+        self.defaults = {name: value for name, value in changed.items() if value != fields[name]}
+
+    def read(self, found: Sequence[Segment]) -> tuple[dict[str, Any], list[Problem]]:
+        """Values of the script's own flags, defaults included."""
+        if not self.actions:
+            return {}, []
+        parser = _RaisingParser(add_help=False, allow_abbrev=False)
+        for action in self.actions:
+            parser._add_action(action)
+        spelled = {cli.normalize(name): name for action in self.actions for name in action.option_strings}
+        tokens = [token for s in found for token in dataclasses.replace(s, typed=spelled[s.name]).tokens]
+        try:
+            return vars(parser.parse_args(tokens)), []
+        except (ValueError, argparse.ArgumentError) as error:
+            text = str(error).removeprefix("argument ")
+            name, _, reason = text.partition(": ")
+            return {}, [Problem(name, reason) if reason else Problem("script's own flags", text)]

@@ -1,0 +1,28 @@
+"""Every rule about settings that contradict, exclude or need one another; all are run, and all problems reported.
+
+A rule is a small named generator over a resolved configuration. The rules live in ``rules_model.py``,
+``rules_training.py`` and ``rules_data.py``; this module runs them.
+"""
+
+from __future__ import annotations
+
+from megatron.core.cli import Problem, flags_of
+from megatron.training import rules_data, rules_model, rules_training
+from megatron.training.config.availability import unavailable
+from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+
+RULES = (*rules_model.RULES, *rules_training.RULES)
+
+
+def check(cfg: PretrainConfig, *, needs_data: bool = True) -> list[Problem]:
+    """Everything that is wrong with a resolved configuration; an empty list means that it can run.
+
+    Args:
+        needs_data: False for scripts that bring data sets and tokenizers of their own.
+    """
+    if not cfg.resolved:
+        raise AssertionError("check() takes what resolve() returns")
+    rules = (*RULES, *rules_data.RULES) if needs_data else RULES
+    problems = [problem for rule in rules for problem in rule(cfg)]
+    problems += unavailable(flags_of(*GROUPS), lambda field: getattr(cfg, field), cfg.explicit)
+    return list({str(problem): problem for problem in problems}.values())

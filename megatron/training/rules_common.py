@@ -1,0 +1,41 @@
+"""What the rules share: problems by field name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+from megatron.core.cli import Problem, flags_of
+from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+
+Rule = Callable[[PretrainConfig], Iterator[Problem]]
+
+
+@functools.cache
+def _names() -> dict[str, tuple[str, bool]]:
+    return {spec.field: (spec.names[0], spec.is_bool) for spec in flags_of(*GROUPS)}
+
+
+def problem(cfg: PretrainConfig, field: str, reason: str, fix: str = "") -> Problem:
+    """A problem of a field, with its flag and value."""
+    name, is_bool = _names()[field]
+    value = getattr(cfg, field)
+    return Problem(name, reason, fix=fix) if is_bool or value is None else Problem(name, reason, value, fix)
+
+
+def missing(field: str, reason: str = "is required", fix: str = "") -> Problem:
+    """A problem of a field that has no value."""
+    return Problem(_names()[field][0], reason, fix=fix)
+
+
+def names_of(*fields: str) -> str:
+    """Flags of these fields, joined by commas."""
+    return ", ".join(_names()[field][0] for field in fields)
+
+
+def at_least(cfg: PretrainConfig, low: float, *fields: str) -> Iterator[Problem]:
+    """A problem for each of the fields that is set and smaller than ``low``."""
+    for field in fields:
+        value = getattr(cfg, field)
+        if value is not None and value < low:
+            yield problem(cfg, field, f"must be at least {low}")

@@ -1,0 +1,119 @@
+"""Rules about data sources, splits and tokenizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron.core.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules_common import Rule, at_least, missing, names_of, problem
+
+Problems = Iterator[Problem]
+
+PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+
+TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""What each tokenizer cannot do without."""
+
+
+def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
+    single = [field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg, field)]
+    sources = single + (["train_data_path"] if any(getattr(cfg, field) for field in PER_SPLIT) else [])
+    sources += ["mock_data"] if cfg.mock_data else []
+    if not sources and cfg.dataloader_type != "external":
+        yield missing("data_path", "is required", "or --train-data-path, --data-args-path, --mock-data ...")
+    for field in sources[1:]:
+        yield problem(cfg, field, f"contradicts {names_of(sources[0])}", "give one source of data")
+
+
+def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
+    given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
+    if given and "split" in cfg.explicit:
+        yield problem(cfg, "split", f"contradicts {names_of(given[0])}", "leave one out")
+    if any(getattr(cfg, field) for field in PER_SPLIT) and not cfg.train_data_path and not cfg.skip_train:
+        yield missing("train_data_path", f"is required with {names_of(given[0])}")
+
+
+def parse_split(text: str) -> list[float]:
+    """``"949,50,1"`` -> three shares; stray quotes and spaces are tolerated. ``ValueError`` with the reason."""
+    parts = [part for part in text.strip("'\" ").replace("/", ",").split(",") if part.strip("'\" ")]
+    try:
+        shares = [float(part.strip("'\" ")) for part in parts]
+    except ValueError:
+        raise ValueError("must be up to three numbers such as 949,50,1") from None
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
+        raise ValueError("must be up to three numbers, none negative and not all 0, such as 949,50,1")
+    return shares + [0.0] * (3 - len(shares))
+
+
+def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
+    if cfg.split is None:
+        return
+    try:
+        train, valid, _ = parse_split(cfg.split)
+    except ValueError as error:
+        yield problem(cfg, "split", str(error))
+        return
+    if not train and not cfg.skip_train:
+        yield problem(cfg, "split", "leaves no training data")
+    if not valid and cfg.eval_interval and cfg.eval_iters:
+        yield problem(cfg, "split", "leaves no validation data", "--eval-iters 0 turns evaluation off")
+
+
+def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
+    if cfg.train_data_path and not cfg.valid_data_path and cfg.eval_interval and cfg.eval_iters:
+        yield missing("valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
+
+
+def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
+    if cfg.use_checkpoint_args and cfg.load:
+        return
+    if cfg.tokenizer_type is None:
+        yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
+        return
+    for field in TOKENIZER_FILES.get(cfg.tokenizer_type, ()):
+        if getattr(cfg, field) is None:
+            other = "" if cfg.tokenizer_type == "NullTokenizer" else "or choose another --tokenizer-type"
+            yield missing(field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
+
+
+def named_files_exist(cfg: PretrainConfig) -> Problems:
+    for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
+        path = getattr(cfg, field)
+        if path is not None and not os.path.isfile(path):
+            yield problem(cfg, field, "there is no such file")
+
+
+def lengths_agree(cfg: PretrainConfig) -> Problems:
+    if cfg.seq_length is not None and cfg.encoder_seq_length not in (None, cfg.seq_length):
+        yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
+
+
+def loader_numbers_make_sense(cfg: PretrainConfig) -> Problems:
+    yield from at_least(cfg, 0, "num_workers", "mid_level_dataset_surplus", "vocab_extra_ids")
+    yield from at_least(cfg, 1, "num_dataset_builder_threads")
+    if cfg.mock_data and cfg.dataloader_type == "external":
+        yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "leave one out")
+
+
+RULES: tuple[Rule, ...] = (
+    one_data_source_is_given,
+    separate_paths_need_no_split,
+    split_has_what_is_used,
+    separate_validation_data_is_given,
+    tokenizer_is_complete,
+    named_files_exist,
+    lengths_agree,
+    loader_numbers_make_sense,
+)
