@@ -42,13 +42,13 @@ class TensorBoardHook(Hook):
 
     def on_train_start(self, run: RunInfo) -> None:
         self.interval.start(run.state)
-        rolled_back = any(file.num_cut for file in self.history)
-        if rolled_back:
-            self.writer_options["purge_step"] = run.state.iteration + 1
-        self.writer = SummaryWriter(**self.writer_options)
-        if rolled_back:
-            for file in self.history:
-                self._restore_points_by_samples(file.path)
+        if not any(file.num_cut for file in self.history):
+            self.writer = SummaryWriter(**self.writer_options)
+            return
+        purge_step = run.state.iteration + 1
+        self.writer = SummaryWriter(purge_step=purge_step, **self.writer_options)
+        for file in self.history:
+            self._restore_points_by_samples(file.path, purge_step)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         summary = self.interval.add(state, metrics)
@@ -84,12 +84,14 @@ class TensorBoardHook(Hook):
         if self.writer is not None:
             self.writer.flush()
 
-    def _restore_points_by_samples(self, path: Path) -> None:
+    def _restore_points_by_samples(self, path: Path, purge_step: int) -> None:
         """TensorBoard drops all points at or beyond ``purge_step``, also those that count samples: write them again."""
         assert self.writer is not None
         if not path.exists():
             return
         for record in read_metrics(path):
+            if record["consumed_samples"] < purge_step:
+                continue
             if record["kind"] == "timing":
                 values = self.tags.of_timing(record)
             elif record["kind"] == "train":

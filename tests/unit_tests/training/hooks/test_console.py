@@ -1,0 +1,208 @@
+"""The lines that existing parsers read."""
+
+import logging
+import re
+import sys
+from datetime import datetime
+
+import pytest
+
+from megatron.training.hooks.base import RunInfo
+from megatron.training.hooks.console import (
+    ConsoleHook,
+    MemoryHook,
+    StdoutHandler,
+    evaluation_lines,
+    memory_line,
+    stdout_logger,
+    training_line,
+)
+from megatron.training.hooks.interval import Interval, IntervalSummary, Step
+from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.throughput import Throughput
+from megatron.training.train_state import TrainState
+
+NOW = datetime(2026, 1, 31, 12, 0, 0, 0)
+GOLDEN = (
+    " [2026-01-31 12:00:00.000000] iteration        1/     100 | consumed samples:          256 |"
+    " elapsed time per iteration (ms): 812.3 | throughput per GPU (TFLOP/s/GPU): 401.2 |"
+    " learning rate: 3.000000E-04 | global batch size:   256 | lm loss: 1.082345E+01 | loss scale: 1.0 |"
+    " grad norm: 2.345 | num zeros: 0 | params norm: 1.234 | number of skipped iterations:   0 |"
+    " number of nan iterations:   0 |"
+)
+
+
+def summary(skipped_samples=0, elapsed=0.8123, losses=None, **changed):
+    values = {
+        "losses": {"lm loss": 10.82345},
+        "num_tokens": 1000,
+        "learning_rate": 3e-4,
+        "global_batch_size": 256,
+        "grad_norm": 2.345,
+        "num_zeros": 0,
+        "params_norm": 1.234,
+    }
+    metrics = StepMetrics(**(values | changed))
+    losses = metrics.losses if losses is None else losses
+    return IntervalSummary([Step(1, 256, metrics)], losses, 0, 0, elapsed, 1e12, skipped_samples)
+
+
+def test_the_iteration_line_is_megatrons_to_the_character():
+    assert training_line(summary(), 100, 401.2, NOW) == GOLDEN
+
+
+def test_optional_fields_are_left_out():
+    line = training_line(summary(grad_norm=None, num_zeros=None, params_norm=None), 100, None, NOW)
+    assert line == re.sub(r" throughput per GPU.*?\|| grad norm.*?\|| num zeros.*?\|| params norm.*?\|", "", GOLDEN)
+
+
+def test_skipped_samples_follow_consumed_samples():
+    line = training_line(summary(skipped_samples=16), 100, None, NOW)
+    assert "| consumed samples:          256 | skipped samples:           16 | elapsed time" in line
+
+
+def test_large_counts_widen_their_fields():
+    line = training_line(
+        IntervalSummary(
+            [Step(123456789, 10**13, StepMetrics(losses={}, num_tokens=0, learning_rate=0.0, global_batch_size=123456))],
+            {}, 1000, 0, 1.0, 0.0, 0,
+        ),
+        987654321, None, NOW,
+    )  # fmt: skip
+    assert "iteration 123456789/987654321 | consumed samples: 10000000000000 |" in line
+    assert "global batch size: 123456 |" in line and "number of skipped iterations: 1000 |" in line
+
+
+PARSERS = {
+    # the regular expressions that scripts around Megatron-LM use, in kind
+    "nemo": r"iteration\s+(\d+)/\s*(\d+)\s*\|.*elapsed time per iteration \(ms\):\s*([\d.]+)\s*\|",
+    "loss": r"lm loss:\s*([\d.]+E[+-]\d+)",
+    "lr": r"learning rate:\s*([\d.E+-]+)",
+    "throughput": r"throughput per GPU \(TFLOP/s/GPU\):\s*(\d+\.?\d*)",
+    "grad norm": r"grad norm: (\d+\.\d+) \|",
+    "skipped": r"number of skipped iterations:\s+(\d+) \| number of nan iterations:\s+(\d+) \|",
+    "time": r"^\s*\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{6})\]",
+    "old": r"consumed samples:\s+(\d+) \|.* global batch size:\s+(\d+) \| lm loss: (\S+) \| loss scale: (\S+) \|",
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_typical_parsers_find_their_fields(name):
+    found = re.search(PARSERS[name], training_line(summary(), 100, 401.2, NOW))
+    assert found and all(found.groups())
+
+
+def test_a_parser_that_splits_at_bars_gets_every_field():
+    fields = [field.strip() for field in training_line(summary(), 100, 401.2, NOW).split("|")]
+    assert fields[-1] == ""
+    values = dict(field.split(": ", 1) for field in fields[1:-1])
+    assert float(values["lm loss"]) == 10.82345 and int(values["consumed samples"]) == 256
+    assert list(values)[-1] == "number of nan iterations"
+
+
+def test_evaluation_lines_are_framed_by_dashes():
+    rule, line, again = evaluation_lines(7, EvalResult("validation", None, {"lm loss": 2.0}))
+    assert line == " validation loss at iteration 7 | lm loss value: 2.000000E+00 | lm loss PPL: 7.389056E+00 | "
+    assert rule == again == "-" * (len(line) + 1)
+
+
+@pytest.mark.parametrize(
+    ("result", "start"),
+    [
+        (EvalResult("validation", None, {}, final=True), " validation loss at iteration 7 on validation set | "),
+        (EvalResult("test", None, {}, final=True), " validation loss at iteration 7 on test set | "),
+        (EvalResult("validation", "code", {}), " validation-code loss at iteration 7 | "),
+    ],
+)
+def test_evaluation_lines_name_their_set(result, start):
+    assert evaluation_lines(7, result)[1] == start
+
+
+def test_a_huge_loss_prints_a_bounded_perplexity():
+    assert "lm loss PPL: 4.851652E+08 |" in evaluation_lines(1, EvalResult("validation", None, {"lm loss": 1e6}))[1]
+
+
+def lines_of(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if "iteration " in line]
+
+
+def test_the_first_iteration_and_every_interval_are_logged(simulated_run, capsys):
+    simulated_run(train_iters=9).train([ConsoleHook(4)], 1, 9)
+    assert [int(re.search(r"iteration +(\d+)/ +9", line)[1]) for line in lines_of(capsys)] == [1, 4, 8]
+    simulated_run(train_iters=9).train([ConsoleHook(4)], 6, 9)  # resumed
+    assert [int(re.search(r"iteration +(\d+)/", line)[1]) for line in lines_of(capsys)] == [6, 8]
+
+
+def test_losses_are_averaged_over_iterations_that_were_not_skipped(simulated_run, capsys):
+    def metrics(iteration):
+        return StepMetrics(
+            losses={"lm loss": 1e9 if iteration == 3 else float(iteration)}, num_tokens=1, learning_rate=1.0,
+            global_batch_size=1, skipped=iteration == 3, elapsed=0.1 * iteration,
+        )  # fmt: skip
+
+    simulated_run().train([ConsoleHook(5)], 1, 5, metrics=metrics)
+    line = lines_of(capsys)[-1]
+    assert f"lm loss: {(2 + 4 + 5) / 3:.6E} |" in line
+    assert "number of skipped iterations:   1 |" in line and "elapsed time per iteration (ms): 350.0 |" in line
+
+
+def test_an_interval_of_skipped_iterations_has_no_loss_and_nan_is_counted():
+    def add(interval, iteration, **changed):
+        metrics = StepMetrics(num_tokens=1, learning_rate=1.0, global_batch_size=1, **changed)
+        return interval.add(TrainState(iteration=iteration), metrics)
+
+    interval = Interval(2)
+    interval.start(TrainState())
+    skipped = add(interval, 1, losses={"lm loss": 3.0}, skipped=True)
+    assert skipped.losses == {} and skipped.num_skipped == 1
+    assert add(interval, 2, losses={"lm loss": float("nan")}).num_nan == 1
+
+
+def test_throughput_has_its_field_and_a_line_of_its_own(simulated_run, capsys):
+    simulated_run().train([ConsoleHook(10, Throughput(2, "NVIDIA H200"))], 1, 1)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "| throughput per GPU (TFLOP/s/GPU): 2.0 |" in first
+    assert second == "     tokens/s: 2048.0 | tokens/s/GPU: 1024.0 | MFU: 0.2%"
+
+
+def test_lines_go_to_standard_output_once_whatever_logging_is_configured(simulated_run, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("megatron"), "handlers", [StdoutHandler()])
+        for _ in range(2):  # each console hook asks for the same handler
+            simulated_run().train([ConsoleHook(1)], 1, 1)
+    assert len(lines_of(capsys)) == 2 and len(stdout_logger().handlers) == 1
+
+
+def test_a_full_disk_under_standard_output_warns_once(monkeypatch, caplog, capsys):
+    class Full:
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+        def flush(self):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    handler = StdoutHandler()
+    record = logging.LogRecord("x", logging.INFO, "", 0, "line", None, None)
+    for _ in range(3):
+        handler.emit(record)
+    assert [each.getMessage() for each in caplog.records] == [
+        "cannot write the log to standard output: [Errno 28] No space left on device"
+    ]
+
+
+def test_the_memory_line():
+    line = memory_line(3, 1, {"allocated": 1.5, "max allocated": 2.0, "reserved": 4.0, "max reserved": 4.0})
+    expected = "memory (MB) | allocated: 1.5 | max allocated: 2.0 | reserved: 4.0 | max reserved: 4.0"
+    assert line == f"[Rank 3] (after 1 iterations) {expected}"
+
+
+def test_memory_is_reported_once_or_at_its_interval(monkeypatch, capsys):
+    monkeypatch.setattr("megatron.training.hooks.console.cuda_memory_megabytes", lambda: {"allocated": 1.0})
+    for interval, expected in ((None, [5]), (3, [5, 6, 9])):
+        hook = MemoryHook(interval)
+        hook.on_train_start(RunInfo(state=TrainState(), train_iters=9))
+        for iteration in range(5, 10):
+            hook.on_step(TrainState(iteration=iteration), None)
+        found = re.findall(r"\[Rank 0\] \(after (\d+) iterations\) memory \(MB\)", capsys.readouterr().out)
+        assert [int(number) for number in found] == expected

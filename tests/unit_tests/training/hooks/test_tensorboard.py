@@ -1,0 +1,108 @@
+"""TensorBoard holds every point once, under the tags that dashboards know, read back by TensorBoard's own reader."""
+
+import logging
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.training.hooks.guard import Guarded
+from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
+from megatron.training.hooks.scalars import Tags
+from megatron.training.hooks.tensorboard import TensorBoardHook
+from megatron.training.hooks.timing import Clock
+from megatron.training.metrics import EvalResult, MetricsFile
+from megatron.training.throughput import Throughput
+from megatron.training.timers import Timers
+
+ALL_TAGS = Tags(validation_perplexity=True, throughput=True, memory=True, world_size=2)
+
+
+def hooks_of(folder, log_interval=5, point_interval=1, tags=ALL_TAGS):
+    files = [MetricsFile(folder / "metrics.jsonl"), MetricsFile(folder / "timing.jsonl")]
+    clock = Clock(Throughput(2, "NVIDIA H200"), Timers())
+    tensorboard = TensorBoardHook(
+        {"log_dir": str(folder / "tb")}, tags, clock, log_interval=log_interval, point_interval=point_interval,
+        history=files,
+    )  # fmt: skip
+    return [MetricsRecorder(files[0], log_interval), TimingRecorder(files[1], log_interval, clock), tensorboard]
+
+
+def points(folder, tag):
+    reader = EventAccumulator(str(folder / "tb"), size_guidance={"scalars": 0})
+    reader.Reload()
+    return [(event.step, event.value) for event in reader.Scalars(tag)]
+
+
+def tags_of(folder):
+    reader = EventAccumulator(str(folder / "tb"))
+    reader.Reload()
+    return set(reader.Tags()["scalars"])
+
+
+def test_tags_are_those_that_dashboards_know(tmp_path, simulated_run):
+    simulated_run(eval_interval=2).train(hooks_of(tmp_path), 1, 5)
+    known = {
+        "learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "world-size", "iteration-time",
+        "throughput", "lm loss validation", "lm loss validation ppl", "mfu", "tokens-per-second",
+        "mem-resident-bytes", "mem-max-resident-bytes",
+    }  # fmt: skip
+    assert tags_of(tmp_path) == known | {f"{tag} vs samples" for tag in known}
+
+
+def test_every_iteration_has_its_own_point_although_written_at_log_points(tmp_path, simulated_run):
+    simulated_run().train(hooks_of(tmp_path, log_interval=4), 1, 10)
+    assert points(tmp_path, "lm loss") == [(i, pytest.approx(10.0 / i)) for i in range(1, 11)]
+    assert [step for step, _ in points(tmp_path, "lm loss vs samples")] == [8 * i for i in range(1, 11)]
+
+
+def test_point_interval_thins_the_points(tmp_path, simulated_run):
+    simulated_run(eval_interval=5).train(hooks_of(tmp_path, point_interval=4), 1, 10)
+    assert [step for step, _ in points(tmp_path, "grad-norm")] == [4, 8]
+    assert [step for step, _ in points(tmp_path, "lm loss validation")] == [5, 10]
+
+
+@pytest.mark.parametrize(("stop", "crash_at"), [(10, 10), (10, 14), (0, 4)])
+@pytest.mark.parametrize("tag", ["lm loss", "lm loss validation", "learning-rate", "iteration-time"])
+def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, crash_at, tag):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    run = simulated_run(eval_interval=4, save_interval=5)
+    run.train(hooks_of(whole), 1, 20)
+    first = hooks_of(resumed)
+    run.train(first, 1, crash_at, crash=crash_at > stop)
+    first[-1].writer.close()  # a process that dies flushes nothing more; its file is closed all the same
+    run.train(hooks_of(resumed), stop + 1, 20)
+    if tag != "iteration-time":  # has a point more: the first iteration after a resume is a log point
+        assert points(resumed, tag) == points(whole, tag)
+    steps = [step for step, _ in points(resumed, tag)]
+    assert steps == sorted(set(steps))
+    by_samples = [step for step, _ in points(resumed, f"{tag} vs samples")]
+    assert by_samples and sorted(by_samples) == [8 * step for step in steps]
+
+
+def test_test_results_do_not_overwrite_validation():
+    tags = Tags(validation_perplexity=True)
+    assert set(tags.of_evaluation(EvalResult("test", "code", {"lm loss": 1.0}))) == {
+        "lm loss test-code",
+        "lm loss test-code ppl",
+    }
+    assert set(Tags().of_evaluation(EvalResult("validation", "web", {"lm loss": 1.0}))) == {"lm loss validation-web"}
+
+
+def test_optional_tags_follow_their_flags(tmp_path, simulated_run):
+    simulated_run(eval_interval=2).train(hooks_of(tmp_path, tags=Tags(loss_scale=False)), 1, 5)
+    optional = {"loss-scale", "world-size", "throughput", "mfu", "lm loss validation ppl", "mem-resident-bytes"}
+    assert not optional & tags_of(tmp_path)
+
+
+def test_timers_become_seconds():
+    record = {"seconds_per_iteration": 1.0, "timers_ms": {"optimizer": 20.0}, "memory": {}}
+    assert Tags(timers=True).of_timing(record) == {"iteration-time": 1.0, "optimizer-time": 0.02}
+
+
+def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, caplog):
+    (tmp_path / "tb").write_text("a file where the directory should be")
+    hook = hooks_of(tmp_path)[-1]
+    with caplog.at_level(logging.WARNING):
+        simulated_run(eval_interval=2, save_interval=2).train([Guarded(hook, "--tensorboard-dir x")], 1, 10)
+    assert len(caplog.records) == 1
+    assert caplog.messages[0].startswith("--tensorboard-dir x: ") and "Training goes on" in caplog.messages[0]

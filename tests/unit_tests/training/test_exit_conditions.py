@@ -1,0 +1,193 @@
+"""When a run logs, evaluates, saves and stops, with and without a resume; what several ranks agree on."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.training.exit_conditions import (
+    ExitConditions,
+    agree,
+    as_signal,
+    decide,
+    every,
+    is_eval_iteration,
+    is_log_iteration,
+    is_save_iteration,
+)
+from megatron.training.train_state import TrainState
+
+
+def flags(**changed):
+    values = {
+        "train_iters": 10,
+        "train_samples": None,
+        "exit_interval": None,
+        "exit_duration_in_mins": None,
+        "exit_signal_handler": False,
+        "exit_signal": signal.SIGTERM,
+        "log_interval": 100,
+        "eval_interval": None,
+        "start_eval_at_iter": None,
+        "save_interval": None,
+    }
+    return SimpleNamespace(**(values | changed))
+
+
+def run(cfg, start=0, batch=4):
+    """The loop of the trainer: iterations that log, evaluate and save, the last one, and why it stopped."""
+    state = TrainState(iteration=start, consumed_train_samples=start * batch)
+    logged, evaluated, saved = [], [], []
+    reason = decide(cfg, state, 0.0, False, start + 1)
+    while reason is None:
+        state.iteration += 1
+        state.consumed_train_samples += batch
+        if is_log_iteration(cfg.log_interval, state.iteration, start + 1):
+            logged.append(state.iteration)
+        if is_eval_iteration(cfg.eval_interval, state.iteration, cfg.start_eval_at_iter):
+            evaluated.append(state.iteration)
+        reason = decide(cfg, state, 0.0, False, start + 1)
+        if is_save_iteration(cfg.save_interval, state.iteration, reason):
+            saved.append(state.iteration)
+    return logged, evaluated, saved, state.iteration, reason.kind
+
+
+ALL = list(range(1, 11))
+# flags, start -> logged, evaluated, saved, last, why
+TABLE = [
+    ({}, 0, [1], [], [10], 10, "train_iters"),
+    ({}, 4, [5], [], [10], 10, "train_iters"),
+    ({}, 10, [], [], [], 10, "train_iters"),  # a finished run saves nothing a second time
+    ({}, 12, [], [], [], 12, "train_iters"),
+    ({"log_interval": 1}, 0, ALL, [], [10], 10, "train_iters"),
+    ({"log_interval": 4}, 0, [1, 4, 8], [], [10], 10, "train_iters"),
+    ({"log_interval": 4}, 4, [5, 8], [], [10], 10, "train_iters"),
+    ({"log_interval": 4}, 7, [8], [], [10], 10, "train_iters"),
+    ({"eval_interval": 5}, 0, [1], [5, 10], [10], 10, "train_iters"),
+    ({"eval_interval": 5}, 5, [6], [10], [10], 10, "train_iters"),  # not repeated on resume
+    ({"eval_interval": 5}, 4, [5], [5, 10], [10], 10, "train_iters"),  # not skipped either
+    ({"eval_interval": 3, "start_eval_at_iter": 6}, 0, [1], [6, 9], [10], 10, "train_iters"),
+    ({"eval_interval": 0}, 0, [1], [], [10], 10, "train_iters"),
+    ({"save_interval": 3}, 0, [1], [], [3, 6, 9, 10], 10, "train_iters"),
+    ({"save_interval": 5}, 0, [1], [], [5, 10], 10, "train_iters"),  # the last one once
+    ({"save_interval": 5}, 5, [6], [], [10], 10, "train_iters"),
+    ({"save_interval": 3}, 9, [10], [], [10], 10, "train_iters"),
+    ({"exit_interval": 4}, 0, [1], [], [4], 4, "interval"),
+    ({"exit_interval": 4}, 4, [5], [], [8], 8, "interval"),  # a job gets past the multiple it stopped at
+    ({"exit_interval": 4}, 8, [9], [], [10], 10, "train_iters"),
+    ({"exit_interval": 5}, 5, [6], [], [10], 10, "train_iters"),  # complete: the final evaluation follows
+    ({"exit_interval": 4, "save_interval": 2}, 0, [1], [], [2, 4], 4, "interval"),
+    ({"exit_interval": 1}, 6, [7], [], [7], 7, "interval"),
+    ({"train_iters": None, "train_samples": 22}, 0, [1], [], [6], 6, "train_samples"),
+    ({"train_iters": None, "train_samples": 24}, 3, [4], [], [6], 6, "train_samples"),
+    ({"train_iters": None, "train_samples": 24}, 6, [], [], [], 6, "train_samples"),
+    ({"train_iters": 0}, 0, [], [], [], 0, "train_iters"),
+]
+
+
+@pytest.mark.parametrize(("changed", "start", "logged", "evaluated", "saved", "last", "why"), TABLE)
+def test_table_of_what_happens_when(changed, start, logged, evaluated, saved, last, why):
+    assert run(flags(**changed), start) == (logged, evaluated, saved, last, why)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 3, 4, 7, 10, 20])
+def test_a_chain_of_jobs_evaluates_and_saves_as_one_job(interval):
+    """Jobs that end by --exit-interval, each from the last checkpoint, cover every due iteration exactly once."""
+    for due in (1, 3, 4, 5):
+        cfg = flags(train_iters=20, eval_interval=due, save_interval=due)
+        _, evaluated, saved, _, _ = run(cfg)
+        cfg.exit_interval = interval
+        chain_evaluated, chain_saved, start, why = [], [], 0, ""
+        while why != "train_iters":
+            _, more_evaluated, more_saved, start, why = run(cfg, start)
+            chain_evaluated += more_evaluated
+            chain_saved += more_saved
+        assert chain_evaluated == evaluated
+        assert len(set(chain_saved)) == len(chain_saved) and set(saved) <= set(chain_saved)
+
+
+def test_every_is_never_for_none_and_zero():
+    assert not any(every(interval, iteration) for interval in (None, 0) for iteration in range(5))
+    assert [iteration for iteration in range(10) if every(3, iteration)] == [3, 6, 9]
+
+
+@pytest.mark.parametrize(
+    ("changed", "elapsed", "signalled", "kind", "message"),
+    [
+        ({"exit_signal_handler": True}, 0, True, "signal", "exiting program after receiving SIGTERM."),
+        ({"exit_signal_handler": True, "exit_signal": signal.SIGUSR1}, 0, True, "signal", "SIGUSR1"),
+        ({"exit_signal_handler": True, "train_iters": 5}, 0, True, "signal", "SIGTERM"),  # no time for an evaluation
+        ({"exit_signal_handler": False}, 0, True, None, ""),
+        ({"exit_duration_in_mins": 2}, 120.1, False, "duration", "exiting program after 2.0"),
+        ({"exit_duration_in_mins": 2}, 120.0, False, None, ""),
+        ({"exit_duration_in_mins": 2, "train_iters": 5}, 121.0, False, "duration", ""),
+        ({"exit_interval": 5}, 0, False, "interval", "exiting program at iteration 5"),
+        ({"exit_interval": 5, "train_iters": 5}, 0, False, "train_iters", "complete"),
+    ],
+)
+def test_reasons_their_order_and_words(changed, elapsed, signalled, kind, message):
+    reason = decide(flags(**changed), TrainState(iteration=5), elapsed, signalled)
+    assert (reason.kind if reason else None) == kind
+    if reason:
+        assert message in reason.message and reason.exit_code == 0
+        assert reason.finished == kind.startswith("train")
+
+
+def test_signals_set_a_flag_however_often_they_come():
+    before = signal.getsignal(signal.SIGUSR1)
+    with ExitConditions(flags(exit_signal_handler=True, exit_signal=signal.SIGUSR1)) as exits:
+        state = TrainState()
+        assert exits.check(state) is None
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)  # while saving
+        state.iteration = 1
+        assert exits.signalled and exits.check(state).kind == "signal"
+        assert exits.check(state).kind == "signal"
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_without_the_flag_no_handler_is_installed():
+    before = signal.getsignal(signal.SIGTERM)
+    with ExitConditions(flags()):
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_clock_does_not_go_back(monkeypatch):
+    exits = ExitConditions(flags(exit_duration_in_mins=1))
+    monkeypatch.setattr("time.time", lambda: 0.0)  # somebody sets the clock
+    assert exits.check(TrainState()) is None
+    exits.start_time -= 61
+    assert exits.check(TrainState(iteration=1)).kind == "duration"
+
+
+def test_exit_signal_by_name_or_number_and_refusal():
+    assert as_signal("SIGUSR1") == as_signal("USR1") == as_signal(signal.SIGUSR1.value) == signal.SIGUSR1
+    with pytest.raises(ValueError, match="--exit-signal: 'SIGNOPE'"):
+        as_signal("SIGNOPE")
+
+
+def check_with_one_signalled_rank(rank, world_size, signalled_rank):
+    cfg = flags(exit_signal_handler=True, exit_signal=signal.SIGUSR2)
+    with ExitConditions(cfg) as exits:
+        if rank == signalled_rank:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        reason = exits.check(TrainState(iteration=3))
+        return reason.kind if reason else None
+
+
+def agreed_values(rank, world_size):
+    return agree(10.0 + rank, rank == 0)
+
+
+@pytest.mark.parametrize("signalled_rank", [0, 1])
+def test_a_signal_to_any_rank_stops_all_at_the_same_step(gloo_pool, signalled_rank):
+    assert gloo_pool.run(check_with_one_signalled_rank, 2, signalled_rank) == ["signal", "signal"]
+
+
+def test_no_signal_stops_nobody(gloo_pool):
+    assert gloo_pool.run(check_with_one_signalled_rank, 2, -1) == [None, None]
+
+
+def test_ranks_agree_on_the_longest_time(gloo_pool):
+    assert gloo_pool.run(agreed_values, 2) == [(11.0, True)] * 2
