@@ -5,12 +5,13 @@ What is specific to GPT is a task: its model, data sets, batch, forward step and
 
 import sys
 
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import exit_on_config_error, parse_args
 
 
 def main() -> int:
     """Parse first: ``--help`` and bad flags answer before torch is loaded."""
-    cfg = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    with exit_on_config_error("pretrain_gpt.py"):
+        cfg = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
 
     from megatron.training.pretrain import run
     from megatron.training.tasks.gpt import GPTTask

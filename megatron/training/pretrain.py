@@ -7,16 +7,17 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import torch
 
 from megatron.core.cli import ConfigError
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import get_optimizer_param_scheduler
 from megatron.core.process_groups import ProcessGroups
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import format_arguments, optimizer_config_from_args, validate_args
+from megatron.training.arguments import format_arguments, validate_args
 from megatron.training.checkpointing import Checkpointer, apply_checkpoint_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dataloader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
@@ -24,8 +25,8 @@ from megatron.training.datasets import batch_size_at, samples_per_split
 from megatron.training.dry_run import dry_run_report
 from megatron.training.evaluate import eval_sets
 from megatron.training.exit_conditions import ExitConditions
-from megatron.training.hooks import build_hooks
 from megatron.training.hooks.base import RunInfo
+from megatron.training.hooks.build import build_hooks
 from megatron.training.initialize import (
     configure_logging,
     initialize_megatron,
@@ -42,6 +43,7 @@ from megatron.training.trainer import Components, Trainer
 
 logger = logging.getLogger(__name__)
 
+ConfigClass = TypeVar("ConfigClass")
 TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
@@ -110,7 +112,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     """Model, optimizer, schedule, checkpoint and data, in the order in which they need each other."""
     model = parallelize(build_model(task, training_device()), cfg, groups)
     report_parameters(model, groups)
-    optimizer = get_megatron_optimizer(optimizer_config_from_args(cfg), model, groups=groups)
+    optimizer = get_megatron_optimizer(common_fields(OptimizerConfig, cfg), model, groups=groups)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
     checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
     state = checkpointer.load() or TrainState()
@@ -120,8 +122,14 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
-    parts.hooks = build_hooks(cfg, timers=timers, flops_per_sample=task.flops_per_sample())
+    parts.hooks = build_hooks(cfg, run_info(cfg, parts), timers)
     return parts
+
+
+def common_fields(config_class: type[ConfigClass], cfg: PretrainConfig) -> ConfigClass:
+    """A library configuration from the settings that it shares with ``cfg``."""
+    shared = {field.name for field in fields(cfg)} & {field.name for field in fields(config_class)}  # type: ignore[arg-type]
+    return config_class(**{name: getattr(cfg, name) for name in shared})
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:

@@ -25,7 +25,7 @@ from megatron.training.evaluate import EvalSet, Evaluator
 from megatron.training.exit_conditions import ExitConditions, ExitReason, every, is_eval_iteration, is_save_iteration
 from megatron.training.hooks.base import Hook
 from megatron.training.initialize import training_device
-from megatron.training.metrics import StepMetrics, check_finite
+from megatron.training.metrics import NonFiniteError, StepMetrics, check_finite
 from megatron.training.reduction import LossSums
 from megatron.training.tasks.base import Task
 from megatron.training.timers import Timers
@@ -99,13 +99,17 @@ class Trainer:
     def _update(self, size: int) -> StepMetrics:
         """Forward and backward over the micro-batches, the sum over ranks, the optimizer step."""
         sums = self._forward_backward(size)
-        with self.timers.scope("optimizer", log_level=1):
+        with self.timers("optimizer", log_level=1):
             updated, grad_norm, num_zeros = self.parts.optimizer.step()
-        losses = sums.means()
-        if self.cfg.check_for_nan_in_loss_and_grad and self.parts.optimizer.found_nonfinite and updated:
-            raise AssertionError("the optimizer updated weights with a gradient that is not finite")
+        overflow_is_expected = self.cfg.fp16  # the loss scale backs off, and the iteration counts as skipped
+        if self.parts.optimizer.found_nonfinite and self.cfg.check_for_nan_in_loss_and_grad and not overflow_is_expected:
+            raise NonFiniteError(
+                f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on): the gradient"
+                " norm is not finite though the loss is. The weights have not been updated. Lower --lr or raise the"
+                " warm-up; --no-check-for-nan-in-loss-and-grad skips such updates instead"
+            )
         return StepMetrics(
-            losses=losses,
+            losses=sums.means(),
             num_tokens=sums.num_tokens,
             learning_rate=0.0,
             global_batch_size=size,
@@ -122,7 +126,7 @@ class Trainer:
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
         for chunk in parts.model:
             chunk.zero_grad_buffer()
-        with self.timers.scope("forward-backward", log_level=1):
+        with self.timers("forward-backward", log_level=1):
             results = get_forward_backward_func()(
                 forward_step_func=parts.task.forward_step,
                 data_iterator=parts.train_iterator,

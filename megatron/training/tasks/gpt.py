@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.common.flops import gpt_flops_per_sample
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.datasets import gpt_dataset_config
+from megatron.training.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples, Task
 
@@ -55,8 +55,16 @@ class GPTTask(Task):
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
         """GPT data sets (blended, split) from the data flags."""
-        kind = MockGPTDataset if self.cfg.mock_data else GPTDataset
-        config = gpt_dataset_config(self.cfg, self.tokenizer)
+        cfg = self.cfg
+        kind = MockGPTDataset if cfg.mock_data else GPTDataset
+        config = GPTDatasetConfig(
+            **data_source_options(cfg, self.tokenizer),
+            reset_position_ids=cfg.reset_position_ids,
+            reset_attention_mask=cfg.reset_attention_mask,
+            eod_mask_loss=cfg.eod_mask_loss,
+            vocab_size=self.vocab_size,
+        )
+        check_tokenizer_of_data(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
