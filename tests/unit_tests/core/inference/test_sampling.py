@@ -1,0 +1,51 @@
+"""Sampling keeps to its filters, its context and its seed."""
+
+import pytest
+import torch
+
+from megatron.core.inference.sampling import filter_logits, generate
+
+
+class NextNumber(torch.nn.Module):
+    """Always predicts the last token plus one, out of ten."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(50.0))
+        self.seen = []
+
+    def forward(self, tokens, positions):
+        self.seen.append(tokens.shape[1])
+        return torch.nn.functional.one_hot((tokens + 1) % 10, 10) * self.scale
+
+
+def test_greedy_generation_follows_the_model_and_stops_at_the_stop_token():
+    tokens = list(generate(NextNumber(), [1], max_new_tokens=20, max_sequence_length=8, stop_token=7, greedy=True))
+    assert tokens == [2, 3, 4, 5, 6]
+
+
+def test_the_context_never_exceeds_the_sequence_length():
+    model = NextNumber()
+    assert len(list(generate(model, [0], max_new_tokens=12, max_sequence_length=4))) == 12
+    assert max(model.seen) == 4
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt is empty"):
+        next(generate(NextNumber(), [], max_new_tokens=1, max_sequence_length=4))
+
+
+def test_top_k_and_top_p_keep_the_likeliest():
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert filter_logits(logits, top_k=2).isfinite().tolist() == [False, True, False, True]
+    assert filter_logits(logits, top_p=0.75).isfinite().tolist() == [False, True, True, True]
+    assert filter_logits(logits, top_p=0.4).isfinite().tolist() == [False, True, False, False]
+
+
+def test_the_seed_decides_the_draws():
+    def draw(seed):
+        model, source = NextNumber(), torch.Generator().manual_seed(seed)
+        model.scale.data.fill_(0.5)
+        return list(generate(model, [0], max_new_tokens=30, max_sequence_length=8, generator=source))
+
+    assert draw(1) == draw(1) != draw(2)
