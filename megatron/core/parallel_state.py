@@ -36,7 +36,6 @@ class _State:
     grid: RankGrid
     groups: ProcessGroups
     virtual_pipeline_size: int | None
-    started_distributed: bool
 
 
 _state: _State | None = None
@@ -72,28 +71,27 @@ def initialize_model_parallel(
         etp=expert_tensor_parallel_size,
         order=order,
     )
-    started = _start_distributed(timeout)
+    _start_distributed(timeout)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
         return _new_subgroups(name, rank_lists, timeout)
 
     groups = build_process_groups(grid, rank, new_group) if world_size > 1 else SINGLE_PROCESS
-    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, started)
+    _state = _State(grid, groups, virtual_pipeline_model_parallel_size)
     return groups
 
 
-def _start_distributed(timeout: timedelta) -> bool:
-    """Initialise torch.distributed from torchrun's environment if that is there and it is not up; whether it was done."""
+def _start_distributed(timeout: timedelta) -> None:
+    """Initialise torch.distributed from torchrun's environment, if that is there and it is not up."""
     if dist.is_initialized() or "WORLD_SIZE" not in os.environ or "RANK" not in os.environ:
-        return False
+        return
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "nccl"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     logger.info("starting torch.distributed with %s, world size %s", backend, os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, timeout=timeout)
-    return True
 
 
 def _new_subgroups(name: str, rank_lists: list[list[int]], timeout: timedelta) -> tuple[Any, Any]:
@@ -112,11 +110,9 @@ def _new_subgroups(name: str, rank_lists: list[list[int]], timeout: timedelta) -
 
 
 def destroy_model_parallel() -> None:
-    """Forget all groups; torch.distributed is shut down only if ``initialize_model_parallel`` started it."""
+    """Forget all groups. torch.distributed stays up: ``torch.distributed.destroy_process_group()`` ends it."""
     global _state
-    state, _state = _state, None
-    if state is not None and state.started_distributed and dist.is_initialized():
-        dist.destroy_process_group()
+    _state = None
 
 
 def model_parallel_is_initialized() -> bool:

@@ -92,6 +92,7 @@ def parameter(
     partial: tuple[str, ...] = (),
     ndim: int | None = None,
     stored: tuple[int, ...] | None = None,
+    tied_to: str | None = None,
     groups: ProcessGroups | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
@@ -99,12 +100,13 @@ def parameter(
     """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
 
     ``shape`` is the logical global shape, ``tp`` its placement over the tensor-parallel axis, ``partial`` the axes over which
-    gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape with padding.
+    gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape with padding, ``tied_to`` the global name
+    of the parameter that this one is a copy of.
     """
     stored = shape if stored is None else stored
     mesh = {} if tp is None or not isinstance(tp, Shard) else {"tp": tp}
     grad = dict.fromkeys(partial, Partial())
-    spec = ParameterSpec(shape, init, mesh, grad, len(shape) if ndim is None else ndim, stored)
+    spec = ParameterSpec(shape, init, mesh, grad, len(shape) if ndim is None else ndim, stored, tied_to)
     _, lengths = _stored_rectangle(spec, groups or SINGLE_PROCESS)
     folded = len(lengths) - spec.ndim + 1
     local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype, device=device)

@@ -160,26 +160,17 @@ class DropoutStream:
     seed: int
 
     def keep_mask(
-        self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor, feature: Tensor
+        self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature: range
     ) -> Tensor:
         """Bool mask, True with probability 1 - ``rate``.
 
         ``sample``, ``position`` and ``row`` are int64 tensors that broadcast to all dims but the last (their own last dim
-        is 1); ``feature`` is the 1-D int64 list of feature indices along the last dim.
+        is 1); ``feature`` are the consecutive global feature indices along the last dim.
         """
-        threshold = min(int(round(rate * 2**32)), _MASK32)
-        stream_key = key(self.seed, "dropout", *site)
-        aligned = feature.numel() % 4 == 0 and _is_aligned_range(feature)
-        blocks = feature[::4] >> 2 if aligned else feature >> 2
+        threshold = min(round(rate * 2**32), _MASK32)
+        first, last = feature.start >> 2, (feature.stop + 3) >> 2
+        blocks = torch.arange(first, last, device=sample.device)
         high = (sample >> 32) | (row << 16)
-        words = philox((blocks, position, sample & _MASK32, high), stream_key)
-        if aligned:
-            return torch.stack([word >= threshold for word in words], dim=-1).flatten(-2)
-        lane = (feature & 3).expand(words[0].shape).unsqueeze(-1)
-        return torch.stack([word >= threshold for word in words], dim=-1).gather(-1, lane).squeeze(-1)
-
-
-def _is_aligned_range(feature: Tensor) -> bool:
-    """Whether the indices are consecutive groups of four that start at multiples of four."""
-    groups = feature.view(-1, 4)
-    return bool(((groups[:, :1] & 3) == 0).all() and (groups == groups[:, :1] + torch.arange(4, device=feature.device)).all())
+        words = philox((blocks, position, sample & _MASK32, high), key(self.seed, "dropout", *site))
+        mask = torch.stack([word >= threshold for word in words], dim=-1).flatten(-2)
+        return mask.narrow(-1, feature.start & 3, len(feature))

@@ -1,0 +1,94 @@
+"""Activation functions of the feed-forward network, each with its gradient, chosen once from a configuration.
+
+    gelu         x Phi(x), by erf; the tanh approximation under ``bias_gelu_fusion`` (with biases), as Megatron-LM computes it
+    squared_relu max(x, 0)^2
+    swiglu       silu(gate) * (up + offset)
+    quick_geglu  gate sigmoid(1.702 gate) * (up + offset)
+
+The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class ActivationChoice(Protocol):
+    """The fields of a configuration that select an activation."""
+
+    swiglu: bool
+    squared_relu: bool
+    quick_geglu: bool
+    bias_gelu_fusion: bool
+    add_bias_linear: bool
+    activation_func_clamp_value: float | None
+    glu_linear_offset: float
+
+
+def is_gated(config: ActivationChoice) -> bool:
+    """Whether fc1 computes two halves."""
+    return config.swiglu or config.quick_geglu
+
+
+def activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
+    """The function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] for gated ones."""
+    if is_gated(config):
+        clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+        if config.swiglu and clamp is None and offset == 0.0:
+            return swiglu
+        gate = F.silu if config.swiglu else quick_gelu
+        return partial(gated, activation=gate, clamp=clamp, offset=offset)
+    if config.squared_relu:
+        return squared_relu
+    return partial(F.gelu, approximate="tanh" if config.bias_gelu_fusion and config.add_bias_linear else "none")
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2 (So et al. 2021, Primer)."""
+    return F.relu(x).square()
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x)."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def gated(
+    x: Tensor, *, activation: Callable[[Tensor], Tensor], clamp: float | None = None, offset: float = 0.0
+) -> Tensor:
+    """activation(gate) * (up + offset) of [..., 2 f], both clamped first."""
+    gate, up = x.chunk(2, dim=-1)
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
+    return activation(gate) * (up + offset if offset else up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Keeps only its input: silu(gate) is computed again in backward instead of being stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        result = torch.empty_like(x)
+        grad_gate, grad_up = result.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        grad_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return result
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2 f] (Shazeer 2020)."""
+    return _SwiGLU.apply(x)

@@ -1,0 +1,67 @@
+"""Token embeddings plus, where asked for, learned absolute positions.
+
+Legend: s sequence, b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.placement import parameter
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
+from megatron.core.transformer.dropout import DropoutCoordinates, make_dropout
+from megatron.core.transformer.initial_values import embedding_init
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector per position."""
+
+    def __init__(self, config: TransformerConfig, max_sequence_length: int, groups: ProcessGroups) -> None:
+        super().__init__()
+        assert config.hidden_size is not None
+        self.weight = parameter(
+            (max_sequence_length, config.hidden_size), init=embedding_init(config), groups=groups,
+            dtype=config.params_dtype,
+        )  # fmt: skip
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return F.embedding(position_ids, self.weight)
+
+
+class LanguageModelEmbedding(nn.Module):
+    """input_ids, position_ids int64 [b, s] -> [s, b, h] (s / tp positions per rank under sequence parallelism)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        learned_positions: bool,
+        divisible_by: int = 128,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        assert config.hidden_size is not None
+        self.max_sequence_length, self.group = max_sequence_length, groups.tp
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, config.hidden_size, init_method=embedding_init(config), config=config, divisible_by=divisible_by,
+            groups=groups,
+        )  # fmt: skip
+        self.position_embeddings = PositionEmbedding(config, max_sequence_length, groups) if learned_positions else None
+        self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding")
+        self.sequence_parallel = config.sequence_parallel and groups.tp.size > 1
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None) -> Tensor:
+        embeddings = self.word_embeddings(input_ids)
+        if self.position_embeddings is not None:
+            embeddings = embeddings + self.position_embeddings(position_ids)
+        embeddings_sbh = embeddings.transpose(0, 1).contiguous()
+        if self.sequence_parallel:
+            embeddings_sbh = scatter_to_sequence_parallel_region(embeddings_sbh, self.group)
+        return self.embedding_dropout(embeddings_sbh, dropout)

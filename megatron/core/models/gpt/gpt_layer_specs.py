@@ -1,0 +1,73 @@
+"""Layer specs of GPT models: slots filled from a backend."""
+
+from __future__ import annotations
+
+from megatron.core.models.backends import Backend, get_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.norm import L2Norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: object) -> L2Norm:
+    return L2Norm(eps)
+
+
+def layer_spec(backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False) -> ModuleSpec:
+    """A dense GPT layer of one backend."""
+    head_norm = _l2_norm if qk_l2_norm else backend.norm if qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear,
+        core_attention=backend.core_attention,
+        linear_proj=backend.row_parallel_linear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    mlp = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
+    return ModuleSpec(
+        TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=backend.norm,
+            self_attention=ModuleSpec(SelfAttention, submodules=attention),
+            pre_mlp_layernorm=backend.norm,
+            mlp=ModuleSpec(MLP, submodules=mlp),
+        ),
+    )
+
+
+def get_gpt_layer_local_spec(
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    *,
+    qk_l2_norm: bool = False,
+    normalization: str | None = None,
+) -> ModuleSpec:
+    """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; the kind of
+    norm always follows the configuration (``normalization`` is accepted for programs that pass it)."""
+    if num_experts or moe_grouped_gemm:
+        raise ValueError("num_experts: mixture-of-experts layers are not available yet")
+    if multi_latent_attention:
+        raise ValueError("multi_latent_attention: not available yet")
+    return layer_spec(get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
+
+
+def get_gpt_layer_with_transformer_engine_spec(
+    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False
+) -> ModuleSpec:
+    """A layer of Transformer Engine modules; ValueError as long as that backend is not available."""
+    return layer_spec(get_backend("transformer_engine"), qk_layernorm=qk_layernorm)
+
+
+def get_gpt_decoder_block_spec(
+    config: TransformerConfig, use_transformer_engine: bool = False
+) -> TransformerBlockSubmodules:
+    """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
+    assert config.num_layers is not None
+    backend = get_backend("transformer_engine" if use_transformer_engine else "local")
+    one = layer_spec(backend, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm)
+    return TransformerBlockSubmodules([one] * config.num_layers, backend.norm)

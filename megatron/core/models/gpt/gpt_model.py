@@ -1,0 +1,201 @@
+"""Decoder-only language models: GPT-2 and GPT-3, LLaMA, Qwen and their relatives.
+
+Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.placement import initialize_parameters
+from megatron.core.process_groups import ProcessGroups
+from megatron.core.rng import DropoutStream
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import VocabParallelOutput
+from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.transformer.initial_values import embedding_init, weight_init
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
+
+
+class GPTModel(MegatronModule):
+    """Token ids to logits, or to per-token losses where labels are given.
+
+    ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the padding
+    takes part in nothing. Initial weights are functions of ``seed`` and the weights' names; with
+    ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
+    The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        parallel_output: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbeddingType = "learned_absolute",
+        rotary_percent: float = 1.0,
+        rotary_base: float = 10000,
+        rope_scaling: bool = False,
+        rope_scaling_factor: float = 8.0,
+        seq_len_interpolation_factor: float | None = None,
+        *,
+        make_vocab_size_divisible_by: int = 128,
+        seed: int = 1234,
+        groups: ProcessGroups | None = None,
+        layer_range: range | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.groups = groups or parallel_state.get_process_groups()
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.divisible_by = make_vocab_size_divisible_by
+        self.dropout_stream = DropoutStream(seed)
+        self._input_tensor: Tensor | None = None
+        self._forward_calls = 0
+        self.rotary_pos_emb = _rotary(
+            config, position_embedding_type, max_sequence_length, rotary_percent, rotary_base,
+            Llama3Scaling(rope_scaling_factor) if rope_scaling else None, seq_len_interpolation_factor,
+        )  # fmt: skip
+        with torch.device(_construction_device(config)):
+            self._build(transformer_layer_spec, layer_range, position_embedding_type == "learned_absolute")
+            if config.perform_initialization and not config.init_model_with_meta_device:
+                initialize_parameters(self, seed, self.groups)
+
+    def _build(
+        self,
+        spec: ModuleSpec | TransformerBlockSubmodules,
+        layer_range: range | None,
+        learned_positions: bool,
+    ) -> None:
+        config, sizes = self.config, {"divisible_by": self.divisible_by, "groups": self.groups}
+        if self.pre_process:
+            self.embedding = LanguageModelEmbedding(
+                config, self.vocab_size, self.max_sequence_length, learned_positions=learned_positions, **sizes
+            )
+        self.decoder = TransformerBlock(
+            config, spec, layer_range=layer_range, post_layer_norm=self.post_process, groups=self.groups
+        )
+        if self.post_process:
+            assert config.hidden_size is not None
+            tied = self.share_embeddings_and_output_weights
+            self.output_layer = VocabParallelOutput(
+                config.hidden_size, self.vocab_size, config=config,
+                init_method=embedding_init(config) if tied else weight_init(config),
+                weight_is_shared=tied and self.pre_process,
+                tied_to="embedding.word_embeddings.weight" if tied else None, **sizes,
+            )  # fmt: skip
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
+        """Hidden states [s, b, h] of the previous pipeline stage, for the next ``forward``."""
+        self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The tied weight as this stage holds it; None where it holds none."""
+        if self.pre_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
+
+    def _dropout_coordinates(self, batch: int, length: int, sample_index: Tensor | None, device: torch.device):
+        """Without sample indices, successive calls count on: masks differ between calls, but are not tied to the data."""
+        if not self.training:
+            return None
+        if sample_index is None:
+            sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
+            self._forward_calls += 1
+        return DropoutCoordinates(self.dropout_stream, sample_index, torch.arange(length, device=device))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        sample_index: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [b, s, v], with -inf for padded entries, or per-token losses fp32 [b, s] of int64 ``labels`` [b, s].
+
+        On a pipeline stage other than the last: hidden states [s, b, h]. ``attention_mask`` (bool, True where hidden)
+        adds to causality; ``packed_seq_params`` keeps documents apart; ``sample_index`` int64 [b] are the samples'
+        places in the whole training run, on which dropout masks depend.
+        """
+        batch, length = input_ids.shape
+        dropout = self._dropout_coordinates(batch, length, sample_index, input_ids.device)
+        if self.pre_process:
+            hidden_states = self.embedding(input_ids, position_ids, dropout)
+        else:
+            assert self._input_tensor is not None, "set_input_tensor comes before forward on later pipeline stages"
+            hidden_states = self._input_tensor
+        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(length, input_ids.device)
+        hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params, dropout)
+        return self._outputs(hidden_states, labels) if self.post_process else hidden_states
+
+    def _outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
+        weight = self.output_layer.weight
+        if weight is None:
+            weight = self.embedding.word_embeddings.weight
+        logits_sbv = self.output_layer(hidden_states, weight)
+        if labels is not None:
+            losses_sb = vocab_parallel_cross_entropy(
+                logits_sbv, labels.transpose(0, 1), vocab_size=self.vocab_size, divisible_by=self.divisible_by,
+                group=self.groups.tp, reuse_logits=True,
+            )  # fmt: skip
+            return losses_sb.transpose(0, 1).contiguous()
+        return self._visible_logits(logits_sbv).transpose(0, 1).contiguous()
+
+    def _visible_logits(self, logits: Tensor) -> Tensor:
+        """Padded entries become -inf, so that no softmax or argmax over the logits sees them."""
+        num_local = self.output_layer.num_local
+        if num_local < logits.shape[-1]:
+            padded = torch.arange(logits.shape[-1], device=logits.device) >= num_local
+            logits = logits.masked_fill(padded, -torch.inf)
+        return logits if self.parallel_output else gather_from_tensor_model_parallel_region(logits, self.groups.tp)
+
+
+def _construction_device(config: TransformerConfig) -> torch.device:
+    if config.init_model_with_meta_device:
+        return torch.device("meta")
+    if config.use_cpu_initialization or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _rotary(
+    config: TransformerConfig,
+    kind: str,
+    max_sequence_length: int,
+    percent: float,
+    base: float,
+    llama3: Llama3Scaling | None,
+    interpolation: float | None,
+) -> RotaryEmbedding | None:
+    """The rotary embedding that a position embedding type names; None for the types without one."""
+    if kind not in ("learned_absolute", "rope", "yarn", "none"):
+        raise ValueError(f"position_embedding_type {kind!r}: GPT models take learned_absolute, rope, yarn or none")
+    if kind not in ("rope", "yarn"):
+        return None
+    assert config.kv_channels is not None
+    return RotaryEmbedding(
+        config.kv_channels, percent, rotary_base=base, interpolation=interpolation, dtype=config.params_dtype,
+        scaling=yarn_scaling(config, max_sequence_length) if kind == "yarn" else llama3,
+    )  # fmt: skip

@@ -1,0 +1,23 @@
+"""Boundaries of the documents that are packed into a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class PackedSeqParams:
+    """Cumulative document lengths, int32 [documents + 1], over the flattened batch.
+
+    The batch is flattened row by row ([b, s] -> [b * s]), every row boundary is a document boundary, and documents attend
+    only to themselves. The first entry is 0, the last b * s. ``max_seqlen_*`` (the longest document) saves attention
+    kernels some empty blocks; without it the row length stands in.
+    """
+
+    qkv_format: str = "thd"
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_kv: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None

@@ -1,0 +1,209 @@
+"""Linear layers and embeddings whose weights are split over the tensor-parallel group.
+
+    column: Y_i = X A_i + b_i   weight (out, in) split along out; the input gradient is summed over the group
+    row:    Y = sum_i X_i A_i + b   weight (out, in) split along in; the output is summed over the group
+
+Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer gathers them,
+a row layer sums and scatters. On a group of one rank both are plain linear layers.
+
+Legend: s sequence, b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.placement import Init, Shard, Zeros, parameter
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    identity,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.vocabulary import num_true_entries, stored_vocab_size
+
+if TYPE_CHECKING:
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+
+class StackedSize(NamedTuple):
+    """An output dim made of several logical dims, of which one is split: gate and up are ``((2, ffn), 1)``."""
+
+    shape: tuple[int, ...]
+    split_dim: int
+
+
+def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
+    return config.sequence_parallel and groups.tp.size > 1
+
+
+class ColumnParallelLinear(nn.Module):
+    """``Y = X A^T + b`` with A split along its output dim. Returns (Y, None), or (Y without bias, b) with ``skip_bias_add``.
+
+    ``output_size`` is the whole, unsplit size. Input [..., input_size] is the same on all ranks (its sequence split under
+    sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int | StackedSize,
+        *,
+        config: ModelParallelConfig,
+        init_method: Init,
+        bias: bool = True,
+        gather_output: bool = False,
+        skip_bias_add: bool = False,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
+        placed = {"tp": Shard(size.split_dim), "groups": groups, "dtype": config.params_dtype}
+        self.weight = parameter((*size.shape, input_size), init=init_method, ndim=2, **placed)
+        self.bias = parameter(size.shape, init=Zeros(), ndim=1, **placed) if bias else None
+        self.group, self.skip_bias_add = groups.tp, skip_bias_add
+        self._enter = copy_to_tensor_model_parallel_region
+        if _sequence_parallel(config, groups):
+            self._enter = gather_from_sequence_parallel_region
+        self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        output = F.linear(self._enter(x, self.group), self.weight, fused_bias)
+        return self._leave(output, self.group), returned_bias
+
+
+class RowParallelLinear(nn.Module):
+    """``Y = sum_i X_i A_i^T + b`` with A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
+
+    Input [..., input_size / tp] is this rank's slice (``input_is_parallel``) or whole; output is [..., output_size], the same
+    on all ranks, its sequence split under sequence parallelism.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Init,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        skip_bias_add: bool = False,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        sequence_parallel = _sequence_parallel(config, groups)
+        placed = {"groups": groups, "dtype": config.params_dtype}
+        self.weight = parameter((output_size, input_size), init=init_method, tp=Shard(1), **placed)
+        # under sequence parallelism each rank adds the bias to its own positions only
+        partial = ("tp",) if sequence_parallel else ()
+        self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
+        self.group, self.skip_bias_add = groups.tp, skip_bias_add
+        self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
+        self._enter: Callable = scatter_to_tensor_model_parallel_region
+        if input_is_parallel:
+            self._enter = identity
+        self._leave: Callable = reduce_from_tensor_model_parallel_region
+        if sequence_parallel:
+            self._leave = reduce_scatter_to_sequence_parallel_region
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self._bias_is_fused:
+            return F.linear(x, self.weight, self.bias), None
+        output = self._leave(F.linear(self._enter(x, self.group), self.weight), self.group)
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Token ids [b, s] -> vectors [b, s, h], the table split along the vocabulary.
+
+    ``num_embeddings`` is the true size; the stored one is a multiple of ``divisible_by`` with inert rows. Ids outside of
+    [0, num_embeddings) raise IndexError on CPU.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init_method: Init,
+        config: ModelParallelConfig,
+        divisible_by: int = 128,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        stored = stored_vocab_size(num_embeddings, divisible_by, groups.tp)
+        self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, groups.tp
+        self.weight = parameter(
+            (num_embeddings, embedding_dim), init=init_method, tp=Shard(0), stored=(stored, embedding_dim),
+            groups=groups, dtype=config.params_dtype,
+        )  # fmt: skip
+        self.num_local = num_true_entries(num_embeddings, stored // self.group.size, self.group)
+        self._look_up = self._look_up_whole if self.group.size == 1 else self._look_up_split
+
+    def _look_up_whole(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight[: self.num_embeddings])
+
+    def _look_up_split(self, ids: Tensor) -> Tensor:
+        local = ids - self.group.rank * self.weight.shape[0]
+        absent = (local < 0) | (local >= self.num_local)
+        vectors = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(-1), 0)
+        return reduce_from_tensor_model_parallel_region(vectors, self.group)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._look_up(ids)
+
+
+class VocabParallelOutput(nn.Module):
+    """Hidden states [..., h] -> logits [..., v / tp], the weight (v, h) split along the vocabulary; no bias.
+
+    With ``weight_is_shared`` the module owns no weight and is called with the embedding's. ``tied_to`` marks the weight
+    of a later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero here; the loss
+    never looks at them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        config: ModelParallelConfig,
+        init_method: Init,
+        divisible_by: int = 128,
+        weight_is_shared: bool = False,
+        tied_to: str | None = None,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        stored = stored_vocab_size(vocab_size, divisible_by, groups.tp)
+        self.vocab_size, self.group = vocab_size, groups.tp
+        self.num_local = num_true_entries(vocab_size, stored // self.group.size, self.group)
+        self.weight = None
+        if not weight_is_shared:
+            self.weight = parameter(
+                (vocab_size, hidden_size), init=init_method, tp=Shard(0), stored=(stored, hidden_size), groups=groups,
+                dtype=config.params_dtype, tied_to=tied_to,
+            )  # fmt: skip
+        self._enter = copy_to_tensor_model_parallel_region
+        if _sequence_parallel(config, groups):
+            self._enter = gather_from_sequence_parallel_region
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "a shared output layer is called with the embedding's weight"
+        return F.linear(self._enter(x, self.group), weight)

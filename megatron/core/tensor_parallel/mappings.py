@@ -1,0 +1,110 @@
+"""The collectives of tensor and sequence parallelism as named, differentiable operators; identities on a group of one.
+
+Each operator is one half of a conjugate pair: what one does in forward, its partner does in backward.
+
+    copy_to_tensor_model_parallel_region       identity             <-> all-reduce
+    reduce_from_tensor_model_parallel_region   all-reduce           <-> identity
+    scatter_to_tensor_model_parallel_region    split last dim       <-> all-gather last dim
+    gather_from_tensor_model_parallel_region   all-gather last dim  <-> split last dim
+    scatter_to_sequence_parallel_region        split first dim      <-> all-gather first dim
+    gather_from_sequence_parallel_region       all-gather first dim <-> reduce-scatter first dim
+    reduce_scatter_to_sequence_parallel_region reduce-scatter       <-> all-gather first dim
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.process_groups import Group
+
+Collective = Callable[[Tensor, Group], Tensor]
+
+
+def identity(x: Tensor, group: Group) -> Tensor:
+    """``x`` itself; ``group`` is there so that all operators are called alike."""
+    return x
+
+
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+    result = x.contiguous().clone() if x.is_contiguous() else x.contiguous()
+    dist.all_reduce(result, group=group.handle)
+    return result
+
+
+def split_along_last_dim(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size, dim=-1)[group.rank].contiguous()
+
+
+def all_gather_along_last_dim(x: Tensor, group: Group) -> Tensor:
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size)]
+    dist.all_gather(parts, x.contiguous(), group=group.handle)
+    return torch.cat(parts, dim=-1)
+
+
+def split_along_first_dim(x: Tensor, group: Group) -> Tensor:
+    return x.chunk(group.size, dim=0)[group.rank].contiguous()
+
+
+def all_gather_along_first_dim(x: Tensor, group: Group) -> Tensor:
+    result = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    dist.all_gather_into_tensor(result, x.contiguous(), group=group.handle)
+    return result
+
+
+def reduce_scatter_along_first_dim(x: Tensor, group: Group) -> Tensor:
+    if x.shape[0] % group.size:
+        raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
+    result = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    dist.reduce_scatter_tensor(result, x.contiguous(), group=group.handle)
+    return result
+
+
+class _Conjugate(torch.autograd.Function):
+    """Applies one collective in forward and its partner in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.backward_collective = group, backward
+        result = forward(x, group)
+        return result.view_as(x) if result is x else result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.backward_collective(grad, ctx.group), None, None, None
+
+
+def _conjugate(x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
+    return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
+
+
+def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, identity, all_reduce_sum)
+
+
+def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, all_reduce_sum, identity)
+
+
+def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, split_along_last_dim, all_gather_along_last_dim)
+
+
+def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, all_gather_along_last_dim, split_along_last_dim)
+
+
+def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, split_along_first_dim, all_gather_along_first_dim)
+
+
+def gather_from_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, all_gather_along_first_dim, reduce_scatter_along_first_dim)
+
+
+def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
+    return _conjugate(x, group, reduce_scatter_along_first_dim, all_gather_along_first_dim)

@@ -1,0 +1,28 @@
+"""How the vocabulary is padded and split: sizes only.
+
+The padded size depends on a multiple and on nothing else that could reach the numbers: padded rows are zero, take no part
+in any softmax, get no gradient and are not part of any checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.process_groups import Group
+
+
+def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``vocab_size``."""
+    if vocab_size < 1 or multiple < 1:
+        raise ValueError(f"vocab_size {vocab_size} and make_vocab_size_divisible_by {multiple} must be positive")
+    return -(-vocab_size // multiple) * multiple
+
+
+def stored_vocab_size(vocab_size: int, multiple: int, group: Group) -> int:
+    """The padded size that also divides evenly over the ranks of ``group``."""
+    return padded_vocab_size(vocab_size, math.lcm(multiple, group.size))
+
+
+def num_true_entries(vocab_size: int, local_size: int, group: Group) -> int:
+    """How many of this rank's ``local_size`` vocabulary entries exist (the rest is padding)."""
+    return max(0, min(local_size, vocab_size - group.rank * local_size))

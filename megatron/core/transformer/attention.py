@@ -1,0 +1,129 @@
+"""Self attention with grouped queries.
+
+One projection gives queries, keys and values, interleaved per query group: its rows are, group by group, the p query heads
+of the group, then its key head, then its value head. So a split by groups keeps each group's heads on one rank.
+
+Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.fusions.rope import apply_rotary
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.norm import IdentityOp, L2Norm, make_norm
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines [s, 1, 1, r] of the angles of each position and channel pair."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class SelfAttentionSubmodules:
+    """Slots of :class:`SelfAttention`. Norms of queries and keys left None follow the configuration."""
+
+    linear_qkv: ModuleSpec | Callable[..., Any]
+    core_attention: ModuleSpec | Callable[..., Any]
+    linear_proj: ModuleSpec | Callable[..., Any]
+    q_layernorm: ModuleSpec | Callable[..., Any] | None = None
+    k_layernorm: ModuleSpec | Callable[..., Any] | None = None
+
+
+class SelfAttention(nn.Module):
+    """[s, b, h] -> [s, b, h]."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        assert heads is not None and kv_groups is not None and channels is not None
+        if kv_groups % groups.tp.size:
+            raise ValueError(
+                f"num_query_groups {kv_groups} is not a multiple of tensor_model_parallel_size {groups.tp.size}; "
+                "fewer groups than ranks are not supported yet"
+            )
+        self.heads_per_group, self.channels = heads // kv_groups, channels
+        self.linear_qkv = build_module(
+            submodules.linear_qkv,
+            config.hidden_size,
+            StackedSize((kv_groups, (self.heads_per_group + 2) * channels), 0),
+            config=config,
+            init_method=weight_init(config),
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            groups=groups,
+        )
+        self.q_layernorm = _head_norm(submodules.q_layernorm, config, groups)
+        self.k_layernorm = _head_norm(submodules.k_layernorm, config, groups)
+        self.core_attention = build_module(
+            submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
+        )
+        self.linear_proj = build_module(
+            submodules.linear_proj,
+            heads * channels,
+            config.hidden_size,
+            config=config,
+            init_method=output_weight_init(config),
+            bias=config.add_bias_linear,
+            groups=groups,
+        )
+        self.rotary_interleaved = config.rotary_interleaved
+
+    def _query_key_value(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [s, b, g * p, d], key and value [s, b, g, d]: views of the projection where p is 1 or heads are normed."""
+        projected, _ = self.linear_qkv(hidden_states)
+        grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
+        query, key, value = grouped.split((self.heads_per_group, 1, 1), dim=3)
+        return self.q_layernorm(query).flatten(2, 3), self.k_layernorm(key).flatten(2, 3), value.flatten(2, 3)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: RotaryTables | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        dropout: DropoutCoordinates | None = None,
+    ) -> Tensor:
+        query, key, value = self._query_key_value(hidden_states)
+        if rotary_pos_emb is not None:
+            query = apply_rotary(query, *rotary_pos_emb, self.rotary_interleaved)
+            key = apply_rotary(key, *rotary_pos_emb, self.rotary_interleaved)
+        mixed = self.core_attention(query, key, value, attention_mask, packed_seq_params, dropout)
+        output, _ = self.linear_proj(mixed)
+        return output
+
+
+def _head_norm(
+    slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups
+) -> nn.Module:
+    """The norm over each head's channels. All tensor-parallel ranks hold its weight, each sees its own heads."""
+    if config.qk_l2_norm:
+        return L2Norm(config.norm_epsilon)
+    if slot is None and not config.qk_layernorm:
+        return IdentityOp()
+    partial = ("tp",) if groups.tp.size > 1 else ()
+    return build_module(
+        slot or make_norm, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial
+    )

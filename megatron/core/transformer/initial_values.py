@@ -1,0 +1,31 @@
+"""Initial distributions that follow from a configuration.
+
+Weights are normal with ``init_method_std``; those that write into the residual stream, whose variance grows with every
+layer, with that divided by sqrt(2 * layers) (GPT-2, section 2.3).
+"""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.placement import Init, Normal, XavierUniform
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def weight_init(config: TransformerConfig) -> Init:
+    """Of linear layers that read the residual stream."""
+    return XavierUniform() if config.init_method_xavier_uniform else Normal(config.init_method_std)
+
+
+def output_weight_init(config: TransformerConfig) -> Init:
+    """Of linear layers that write into the residual stream."""
+    if config.init_method_xavier_uniform:
+        return XavierUniform()
+    assert config.num_layers is not None
+    return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
+
+
+def embedding_init(config: TransformerConfig) -> Init:
+    """Of word and position embeddings."""
+    std = config.embedding_init_method_std
+    return Normal(config.init_method_std if std is None else std)

@@ -1,0 +1,99 @@
+"""A stack of transformer layers: those of one pipeline stage, and the final norm on the last one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.transformer.attention import RotaryTables
+from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class LayerList(nn.Module):
+    """Layers registered under their *global* index, so that state-dict names are global names; used like a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.indices: list[int] = []
+
+    def append(self, layer: nn.Module, index: int) -> None:
+        self.add_module(str(index), layer)
+        self.indices.append(index)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, position: int) -> nn.Module:
+        """By position in this stage, not by global index."""
+        return self.get_submodule(str(self.indices[position]))
+
+
+@dataclass(frozen=True)
+class TransformerBlockSubmodules:
+    """One spec per layer of the whole model, and the final norm."""
+
+    layer_specs: Sequence[ModuleSpec]
+    layer_norm: ModuleSpec | Callable[..., Any] = make_norm
+
+
+class TransformerBlock(nn.Module):
+    """Layers ``layer_range`` (global indices) of the model; [s, b, h] -> [s, b, h].
+
+    ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        spec: ModuleSpec | TransformerBlockSubmodules,
+        *,
+        layer_range: range | None = None,
+        post_layer_norm: bool = True,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__()
+        assert config.num_layers is not None
+        groups = groups or SINGLE_PROCESS
+        layer_range = range(config.num_layers) if layer_range is None else layer_range
+        if isinstance(spec, ModuleSpec):
+            spec = TransformerBlockSubmodules([spec] * config.num_layers)
+        if len(spec.layer_specs) != config.num_layers:
+            raise ValueError(
+                f"the block spec has {len(spec.layer_specs)} layer specs for {config.num_layers} layers; give one for each "
+                "layer of the whole model"
+            )
+        self.layers = LayerList()
+        for index in layer_range:
+            layer = build_module(spec.layer_specs[index], config, layer_number=index + 1, groups=groups)
+            self.layers.append(layer, index)
+        self.final_layernorm = None
+        if post_layer_norm:
+            self.final_layernorm = build_module(
+                spec.layer_norm, config, config.hidden_size, config.norm_epsilon, groups=groups
+            )
+        self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        rotary_pos_emb: RotaryTables | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        dropout: DropoutCoordinates | None = None,
+    ) -> Tensor:
+        hidden_states = hidden_states.to(self.stream_dtype)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
