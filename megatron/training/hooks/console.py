@@ -46,7 +46,7 @@ class StdoutHandler(logging.StreamHandler):
 def stdout_logger() -> logging.Logger:
     """The logger of all hooks that print; its lines go to standard output and nowhere else."""
     lines = logging.getLogger("megatron.training.hooks.stdout")
-    if not lines.handlers:
+    if not any(isinstance(handler, StdoutHandler) for handler in lines.handlers):
         lines.addHandler(StdoutHandler())
     lines.setLevel(logging.INFO)
     lines.propagate = False

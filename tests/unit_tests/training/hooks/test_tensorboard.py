@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from megatron.training.hooks.guard import Guarded
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
@@ -13,6 +14,13 @@ from megatron.training.hooks.timing import Clock
 from megatron.training.metrics import EvalResult, MetricsFile
 from megatron.training.throughput import Throughput
 from megatron.training.timers import Timers
+
+
+@pytest.fixture(autouse=True)
+def event_files_sort_in_the_order_of_their_making(monkeypatch):
+    """Files of one process and second are told apart by a counter, and read in the order of their names: 9 after 10."""
+    monkeypatch.setattr(event_file_writer, "_global_uid", 100)
+
 
 ALL_TAGS = Tags(validation_perplexity=True, throughput=True, memory=True, world_size=2)
 

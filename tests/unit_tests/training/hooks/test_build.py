@@ -1,0 +1,101 @@
+"""Each flag brings its hook, on the ranks it belongs to; nothing optional is imported unasked."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.hooks import build_hooks
+from megatron.training.hooks.build import wandb_options
+from megatron.training.hooks.guard import Guarded
+from megatron.training.metrics import read_metrics
+from megatron.training.timers import Timers
+
+
+def names_of(cfg, run):
+    hooks = build_hooks(cfg, run, Timers(cfg.timing_log_level))
+    return [type(hook.hook if isinstance(hook, Guarded) else hook).__name__ for hook in hooks]
+
+
+def config(**changed):
+    return PretrainConfig(**({"log_interval": 5, "seq_length": 64} | changed))
+
+
+def test_by_default_the_last_rank_prints(simulated_run):
+    assert names_of(config(), simulated_run(rank=1, world_size=2).info()) == ["ConsoleHook"]
+    assert names_of(config(), simulated_run(rank=0, world_size=2).info()) == []
+
+
+def test_the_metrics_file_comes_first(tmp_path, simulated_run):
+    cfg = config(save=str(tmp_path), timing_log_level=1, tensorboard_dir=str(tmp_path / "tb"), log_progress=True)
+    assert names_of(cfg, simulated_run().info()) == [
+        "MetricsRecorder",
+        "ConsoleHook",
+        "TimersHook",
+        "TimingRecorder",
+        "TensorBoardHook",
+        "ProgressHook",
+    ]
+
+
+def test_timers_are_gathered_on_every_rank(simulated_run):
+    cfg = config(timing_log_level=1)
+    assert names_of(cfg, simulated_run(rank=0, world_size=2).info()) == ["TimersHook"]
+
+
+def test_memory_lines_come_from_one_data_parallel_replica(simulated_run):
+    for replica, expected in ((0, ["MemoryHook"]), (1, [])):
+        run = simulated_run(rank=0, world_size=4, device="cuda", data_parallel_rank=replica)
+        assert names_of(config(), run.info()) == expected
+
+
+def test_profiles_are_taken_on_the_asked_ranks(simulated_run):
+    run = simulated_run(rank=0, world_size=3)
+    assert names_of(config(profile=True), run.info()) == ["ProfilerHook"]
+    assert names_of(config(profile=True, profile_ranks=[1]), run.info()) == []
+
+
+def test_wandb_needs_a_run_name(simulated_run):
+    with pytest.raises(ValueError, match="--wandb-project needs --wandb-exp-name"):
+        build_hooks(config(wandb_project="p"), simulated_run().info(), Timers())
+
+
+def test_wandb_files_fall_back_to_the_save_directory():
+    cfg = config(wandb_project="p", wandb_exp_name="n", save="run", wandb_entity="team")
+    options = wandb_options(cfg)
+    assert (options["project"], options["name"], options["entity"]) == ("p", "n", "team")
+    assert options["dir"] == "run/wandb" and wandb_options(config(wandb_save_dir="w", save="run"))["dir"] == "w"
+    assert options["config"]["seq_length"] == 64 and options["config"]["exit_signal"] == "SIGTERM"
+
+
+def test_progress_needs_a_save_directory(simulated_run):
+    with pytest.raises(ValueError, match="--log-progress .* --save"):
+        build_hooks(config(log_progress=True), simulated_run().info(), Timers())
+
+
+def test_memory_history_on_a_cpu_is_a_warning(simulated_run, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert names_of(config(record_memory_history=True), simulated_run().info()) == ["ConsoleHook"]
+    assert "--record-memory-history" in caplog.text
+
+
+def test_the_whole_stack_survives_a_resume(tmp_path, simulated_run):
+    cfg = config(
+        save=str(tmp_path / "save"), tensorboard_dir=str(tmp_path / "tb"), log_throughput=True, log_progress=True
+    )
+    run = simulated_run(train_iters=12, eval_interval=4, save_interval=6)
+    run.train(build_hooks(cfg, run.info(), Timers()), 1, 8, crash=True)
+    run.train(build_hooks(cfg, run.info(6), Timers()), 7, 12)
+    records = list(read_metrics(tmp_path / "save" / "metrics.jsonl"))
+    assert [record["iteration"] for record in records if record["kind"] == "train"] == list(range(1, 13))
+    assert [record["iteration"] for record in records if record["kind"] == "valid"] == [4, 8, 12]
+
+
+def test_optional_packages_are_not_imported_unasked():
+    code = (
+        "import sys, megatron.training.hooks as hooks\n"
+        "assert not {'wandb', 'tensorboard', 'matplotlib'} & set(sys.modules), 'imported unasked'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,35 @@
+"""progress.txt: one line per job and checkpoint, with throughput since the first job of this size."""
+
+import re
+
+from megatron.training.hooks.progress import ProgressHook
+
+
+def lines_of(folder):
+    return (folder / "progress.txt").read_text().splitlines()
+
+
+def test_a_job_and_its_checkpoints_have_their_lines(tmp_path, simulated_run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    simulated_run(save_interval=5, world_size=4).train([ProgressHook(str(tmp_path), seq_length=1000)], 1, 10)
+    start, first, second = lines_of(tmp_path)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\tJob ID: 77\t# GPUs: 4\tStarting job", start)
+    assert re.search(
+        r"\tSaved checkpoint\tIteration: 5\tJob throughput: [\d.]+ TFLOP/s/GPU\t"
+        r"Cumulative throughput: [\d.]+ TFLOP/s/GPU\tFloating-point operations: 5.00e\+12\t"
+        r"Tokens \(in billions\): 0.00$",
+        first,
+    )
+    assert "Iteration: 10" in second
+
+
+def test_cumulative_throughput_begins_at_the_first_job_of_this_size(tmp_path):
+    (tmp_path / "progress.txt").write_text(
+        "2026-01-01 00:00:00\tJob ID: 1\t# GPUs: 2\tStarting job\n"
+        "2026-01-01 01:00:00\tJob ID: 1\t# GPUs: 2\tSaved checkpoint\tFloating-point operations: 5.00e+12\tx\n"
+        "2026-01-02 00:00:00\tJob ID: 2\t# GPUs: 4\tStarting job\n"
+        "2026-01-02 01:00:00\tJob ID: 2\t# GPUs: 4\tSaved checkpoint\tFloating-point operations: 9.00e+12\tx\n"
+        "2026-01-03 00:00:00\tJob ID: 3\t# GPUs: 4\tStarting job\n"
+    )
+    start, flops = ProgressHook(str(tmp_path), 1)._first_job()
+    assert (start.day, flops) == (2, 5e12)

@@ -1,0 +1,113 @@
+"""A real offline wandb run holds every value once, in rows whose steps never go back."""
+
+import json
+import sys
+
+import pytest
+
+wandb = pytest.importorskip("wandb")
+internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+
+from megatron.training.hooks.scalars import Tags  # noqa: E402
+from megatron.training.hooks.timing import Clock  # noqa: E402
+from megatron.training.hooks.wandb_ import WandbHook  # noqa: E402
+from megatron.training.throughput import Throughput  # noqa: E402
+from megatron.training.timers import Timers  # noqa: E402
+
+BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
+
+
+def rows_of(folder):
+    """The history rows of the only offline run under ``folder``."""
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    data, position, whole, rows = path.read_bytes(), HEADER, b"", []
+    while position + HEADER <= len(data):
+        if BLOCK - position % BLOCK < HEADER:
+            position += BLOCK - position % BLOCK
+            continue
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        position += HEADER
+        whole += data[position : position + length]
+        position += length
+        if kind in (1, 4):  # full, or the last part
+            record = internal.Record.FromString(whole)
+            whole = b""
+            if record.WhichOneof("record_type") == "history":
+                rows.append(
+                    {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+                )
+    return rows
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_CONSOLE", "off")
+
+
+def hook_in(folder, log_interval=5, **options):
+    clock = Clock(Throughput(1, "CPU"), Timers())
+    init = {"project": "p", "name": "n", "entity": None, "dir": str(folder), "config": {"lr": 0.1}}
+    return WandbHook(init, Tags(), clock, log_interval=log_interval, **options)
+
+
+def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simulated_run, offline):
+    simulated_run(eval_interval=3).train([hook_in(tmp_path)], 1, 10)
+    rows = rows_of(tmp_path)
+    assert [row["_step"] for row in rows] == list(range(1, 11))
+    assert [row["lm loss"] for row in rows] == [pytest.approx(10.0 / i) for i in range(1, 11)]
+    assert [row["_step"] for row in rows if "lm loss validation" in row] == [3, 6, 9]
+    assert [row["_step"] for row in rows if "iteration-time" in row] == [1, 5, 10]
+    assert rows[4]["samples vs steps"] == 40
+
+
+class FakeRun:
+    """wandb's rule: a row with a step behind the last one is dropped."""
+
+    def __init__(self, step=0):
+        self.step, self.rows, self.finished = step, {}, False
+
+    def log(self, values, step):
+        assert step >= self.step, "wandb would drop this row"
+        self.step = step
+        row = self.rows.setdefault(step, {})
+        assert not row.keys() & values.keys(), "a value logged twice"
+        row.update(values)
+
+    def finish(self):
+        self.finished = True
+
+
+@pytest.mark.parametrize("log_interval", [1, 3, 4, 100])
+@pytest.mark.parametrize("eval_interval", [1, 2, 5])
+def test_no_row_is_dropped_or_repeated(tmp_path, simulated_run, monkeypatch, log_interval, eval_interval):
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: fake)
+    simulated_run(eval_interval=eval_interval).train([hook_in(tmp_path, log_interval)], 1, 10)
+    assert fake.finished and sorted(fake.rows) == list(range(1, 11))
+    evaluated = [step for step, row in fake.rows.items() if "lm loss validation" in row]
+    assert evaluated == list(range(eval_interval, 11, eval_interval))
+    assert all("grad-norm" in row for row in fake.rows.values())
+
+
+def test_point_interval_thins_rows_but_no_evaluation(tmp_path, simulated_run, monkeypatch):
+    fake = FakeRun()
+    monkeypatch.setattr(wandb, "init", lambda **options: fake)
+    simulated_run(eval_interval=5).train([hook_in(tmp_path, 10, point_interval=4)], 1, 9)
+    assert {step for step, row in fake.rows.items() if "lm loss" in row} == {4, 8}
+    assert "lm loss validation" in fake.rows[5]
+
+
+def test_a_continued_run_that_is_ahead_is_reported(tmp_path, simulated_run, monkeypatch, caplog):
+    fake = FakeRun(step=50)
+    monkeypatch.setattr(wandb, "init", lambda **options: fake)
+    hook_in(tmp_path).on_train_start(simulated_run().info(40))
+    assert "at step 50, training at iteration 40" in caplog.text
+
+
+def test_without_the_package_the_error_names_flag_and_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, "megatron.training.hooks.wandb_")
+    with pytest.raises(ValueError, match="--wandb-project needs the wandb package .*pip install wandb"):
+        import megatron.training.hooks.wandb_  # noqa: F401
