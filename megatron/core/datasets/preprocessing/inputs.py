@@ -1,0 +1,208 @@
+"""Which files are read, and how they are cut into parts that can be worked on, kept and repeated independently.
+
+A plain JSON-lines file is cut by bytes: a part owns the lines that *begin* in its range. Compressed files can only be read
+from their start: the parent decompresses and cuts at line ends. A parquet file is cut by row groups. The cuts depend on the
+input alone, never on the number of workers.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.tokenizers.libraries import require
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet")
+READ_BYTES = 1 << 20
+MIN_PART_BYTES, MAX_PART_BYTES, PARTS = 2 << 20, 32 << 20, 512
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input file as it was when the run started."""
+
+    path: str
+    kind: str  # "plain", "gzip", "zstd" or "parquet"
+    size: int
+    modified_ns: int
+
+    def check_unchanged(self) -> None:
+        """Raise ``ValueError`` if the file is not the one that was planned."""
+        status = os.stat(self.path)
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.modified_ns):
+            raise ValueError(f"{self.path} changed while it was read; run again when it is complete")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One unit of work."""
+
+    file_index: int
+    number: int  # within the file
+    file: InputFile
+    start: int = 0  # plain: bytes [start, stop); parquet: row groups [start, stop)
+    stop: int = 0
+    data: bytes | None = None  # compressed: the lines themselves
+    weight: int = 0  # bytes of the file that this part stands for, for progress
+
+    @property
+    def name(self) -> str:
+        """Sorts in the order of the output."""
+        return f"{self.file_index:06d}-{self.number:08d}"
+
+
+def find_inputs(patterns: list[str]) -> list[InputFile]:
+    """The files behind --input: each pattern in turn, its matches sorted.
+
+    Raises:
+        ValueError: nothing matches, or a match is no regular file.
+    """
+    files: dict[str, InputFile] = {}
+    for pattern in patterns:
+        matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not matches:
+            raise ValueError(f"--input {pattern}: no such file, folder or glob match")
+        for match in matches:
+            for path in _below(match):
+                status = os.stat(path)
+                if not stat.S_ISREG(status.st_mode):
+                    raise ValueError(
+                        f"--input {path} is not a regular file; a pipe cannot be read again after an interruption: "
+                        "write it to a file first"
+                    )
+                files.setdefault(path, InputFile(path, _kind(path), status.st_size, status.st_mtime_ns))
+    return list(files.values())
+
+
+def _below(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
+             if name.endswith(SUFFIXES) and not name.startswith(".")]  # fmt: skip
+    if not found:
+        raise ValueError(f"--input {path}: the folder holds no {', '.join(SUFFIXES)} file")
+    return sorted(found)
+
+
+def _kind(path: str) -> str:
+    kinds = {".gz": "gzip", ".zst": "zstd", ".parquet": "parquet"}
+    kind = kinds.get(os.path.splitext(path)[1], "plain")
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    looks = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}.get(magic[:2], "parquet" if magic == b"PAR1" else "plain")
+    if magic and looks != kind:
+        raise ValueError(f"--input {path} is named like {kind} but its content is {looks}; rename or repair it")
+    return kind
+
+
+def part_bytes(files: list[InputFile]) -> int:
+    """Size of a part: about 512 parts, within bounds that suit two workers as well as two hundred."""
+    return min(max(sum(file.size for file in files) // PARTS, MIN_PART_BYTES), MAX_PART_BYTES)
+
+
+def parts_of(file_index: int, file: InputFile, size: int, max_line_bytes: int) -> Iterator[Part]:
+    """The parts of one file, in order."""
+    if file.kind == "plain":
+        for number, start in enumerate(range(0, file.size, size)):
+            stop = min(start + size, file.size)
+            yield Part(file_index, number, file, start, stop, weight=stop - start)
+    elif file.kind == "parquet":
+        if file.size:
+            groups = open_parquet(file.path).num_row_groups
+            for number in range(groups):
+                yield Part(file_index, number, file, number, number + 1, weight=file.size // groups)
+    else:
+        seen = 0
+        for number, (data, position) in enumerate(_decompressed_parts(file, size, max_line_bytes)):
+            yield Part(file_index, number, file, data=data, weight=position - seen)
+            seen = position
+
+
+def open_parquet(path: str) -> Any:
+    """A ``pyarrow.parquet.ParquetFile``.
+
+    Raises:
+        ValueError: damaged, or pyarrow is missing.
+    """
+    library = require("pyarrow.parquet", f"--input {path}")
+    try:
+        return library.ParquetFile(path)
+    except Exception as error:  # pyarrow's errors have no common base below Exception
+        raise ValueError(f"--input {path} is not a readable parquet file: {error}") from error
+
+
+def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iterator[tuple[bytes, int]]:
+    """Runs of whole lines of at least ``size`` bytes (the last may be shorter), with the position in the file.
+
+    Of a line longer than ``max_line_bytes`` one byte more than that is kept, so that it is still seen to be too long.
+    """
+    pending: list[bytes] = []
+    length = 0  # bytes in pending
+    tail = 0  # bytes in pending after the last line end
+    position = 0
+    for block, position in _decompress(file):
+        cut = block.rfind(b"\n") + 1
+        if cut == 0 and tail > max_line_bytes:
+            continue
+        if cut and tail > max_line_bytes:  # the rest of the long line is dropped up to its end
+            block = block[block.find(b"\n") :]
+            cut = block.rfind(b"\n") + 1
+        pending.append(block)
+        length += len(block)
+        tail = len(block) - cut if cut else tail + len(block)
+        if cut and length >= size:
+            pending[-1] = block[:cut]
+            yield b"".join(pending), position
+            pending, length = [block[cut:]], len(block) - cut
+    if length:
+        yield b"".join(pending), position
+
+
+def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
+    """Decompressed blocks and the position in the file; concatenated members and frames are read one after another.
+
+    Raises:
+        ValueError: truncated or damaged, with the file's name.
+    """
+    with open(file.path, "rb") as stream:
+        make = _decompressor_factory(file)
+        decompressor, fresh = make(), True
+        while data := stream.read(READ_BYTES):
+            while data:
+                if fresh and file.kind == "gzip" and not data.strip(b"\0"):
+                    break  # zero padding behind the last member
+                block, data = _step(file, decompressor, data)
+                fresh = decompressor.eof
+                if fresh:
+                    decompressor = make()
+                if block:
+                    yield block, stream.tell()
+        if not fresh and file.kind == "gzip":  # what did not fit the last bounded block
+            block = decompressor.flush()
+            fresh = decompressor.eof
+            if block:
+                yield block, file.size
+        if not fresh:
+            raise ValueError(f"--input {file.path} is truncated: its compressed data ends before its end mark")
+
+
+def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes]:
+    try:
+        if file.kind == "gzip":
+            block = decompressor.decompress(data, 4 * READ_BYTES)  # a bound on what a block can swell to
+            return block, decompressor.unused_data if decompressor.eof else decompressor.unconsumed_tail
+        return decompressor.decompress(data), decompressor.unused_data
+    except Exception as error:  # zlib.error, zstandard.ZstdError
+        raise ValueError(f"--input {file.path} is damaged: {error}") from error
+
+
+def _decompressor_factory(file: InputFile) -> Any:
+    if file.kind == "gzip":
+        return lambda: zlib.decompressobj(31)
+    library = require("zstandard", f"--input {file.path}")
+    return lambda: library.ZstdDecompressor().decompressobj()

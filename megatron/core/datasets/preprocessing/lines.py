@@ -1,0 +1,153 @@
+"""From one part of the input to documents: for each line the texts of the wanted keys, or the reason why it is unusable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.datasets.preprocessing.inputs import READ_BYTES, Part, open_parquet
+from megatron.core.tokenizers.libraries import is_installed, require
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """Why a line is skipped."""
+
+    reason: str
+
+
+def rows_of(part: Part, keys: Sequence[str], max_line_bytes: int) -> Iterator[tuple[list[str] | BadLine, int]]:
+    """For each line (parquet: row) of ``part``: the texts of ``keys``, or why there are none; and its size in bytes."""
+    if part.file.kind == "parquet":
+        yield from _parquet_rows(part, keys)
+        return
+    lines = _plain_lines(part, max_line_bytes) if part.data is None else _split_lines(part.data)
+    if lines and part.number == 0 and lines[0].startswith(BYTE_ORDER_MARK):
+        lines[0] = lines[0][len(BYTE_ORDER_MARK) :]
+    parse = row_parser(keys, max_line_bytes)
+    for line in lines:
+        yield parse(line), len(line) + 1
+
+
+def _split_lines(data: bytes) -> list[bytes]:
+    lines = data.split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _plain_lines(part: Part, max_line_bytes: int) -> list[bytes]:
+    """The lines that begin in the part's byte range; of a longer line than allowed, one byte more than allowed."""
+    with open(part.file.path, "rb") as file:
+        position = part.start
+        if position:
+            file.seek(position - 1)
+            block = file.read(READ_BYTES)
+            position -= 1
+            while block and (end := block.find(b"\n")) < 0:
+                position += len(block)
+                if position >= part.stop:
+                    return []
+                block = file.read(READ_BYTES)
+            position += end + 1 if block else 0
+            if not block or position >= part.stop:
+                return []
+            file.seek(position)
+        data = bytearray(file.read(part.stop - position))
+        begun = len(data) - (data.rfind(b"\n") + 1)  # bytes of a line that goes on behind the range
+        while begun and begun <= max_line_bytes:
+            block = file.readline(min(READ_BYTES, max_line_bytes + 1 - begun))
+            data += block
+            begun += len(block)
+            if not block or block.endswith(b"\n"):
+                break
+    return _split_lines(bytes(data))
+
+
+def row_parser(keys: Sequence[str], max_line_bytes: int) -> Callable[[bytes], list[str] | BadLine]:
+    """A function from a line to its texts. With orjson or without, the same lines are good and the same are bad."""
+    quick: Callable[[bytes], Any] = require("orjson", "--input").loads if is_installed("orjson") else _no_quick_parser
+    wanted = list(keys)
+
+    def parse(line: bytes) -> list[str] | BadLine:
+        if len(line) > max_line_bytes:
+            return BadLine(f"longer than --max-line-bytes {max_line_bytes}")
+        try:
+            document = quick(line)
+        except ValueError:
+            document = _careful_parse(line)
+            if isinstance(document, BadLine):
+                return document
+        try:
+            texts = [document[key] for key in wanted]
+        except (KeyError, TypeError, IndexError):
+            return _why_no_texts(document, wanted)
+        for key, text in zip(wanted, texts):
+            if type(text) is not str:
+                return BadLine(f"the value of {key!r} is not a string but {_json_type(text)}")
+        return texts
+
+    return parse
+
+
+def _no_quick_parser(line: bytes) -> Any:
+    raise ValueError
+
+
+def _careful_parse(line: bytes) -> Any:
+    """Python's own parser: decides what orjson refuses (it takes NaN, for instance) and gives the reason."""
+    if not line.strip():
+        return BadLine("empty line")
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadLine(f"invalid UTF-8 at byte {error.start}")
+    try:
+        document = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        return BadLine(f"malformed JSON: {error}")
+    except ValueError as error:  # an integer of more than 4300 digits
+        return BadLine(f"malformed JSON: {error}")
+    try:
+        json.dumps(document, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError):
+        return BadLine("lone surrogate: the text is not valid Unicode")
+    return document
+
+
+def _why_no_texts(document: Any, keys: Sequence[str]) -> BadLine:
+    if not isinstance(document, dict):
+        return BadLine(f"not a JSON object but {_json_type(document)}")
+    missing = next(key for key in keys if key not in document)
+    return BadLine(f"has no key {missing!r}")
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", int: "a number", float: "a number", bool: "a boolean", str: "a string"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _parquet_rows(part: Part, keys: Sequence[str]) -> Iterator[tuple[list[str] | BadLine, int]]:
+    source = open_parquet(part.file.path)
+    missing = [key for key in keys if key not in source.schema_arrow.names]
+    if missing:
+        raise ValueError(
+            f"--json-keys {' '.join(missing)}: no such column in {part.file.path}; "
+            f"it has {', '.join(source.schema_arrow.names)}"
+        )
+    try:
+        batches = source.iter_batches(batch_size=1024, row_groups=range(part.start, part.stop), columns=list(keys))
+        for batch in batches:
+            columns = [batch.column(key).to_pylist() for key in keys]
+            for texts in zip(*columns):
+                bad = next(((k, t) for k, t in zip(keys, texts) if not isinstance(t, str)), None)
+                if bad:
+                    yield BadLine(f"the value of {bad[0]!r} is not a string but {_json_type(bad[1])}"), 0
+                else:
+                    yield list(texts), sum(map(len, texts))
+    except OSError as error:
+        raise ValueError(f"--input {part.file.path} is damaged: {error}") from error

@@ -1,0 +1,337 @@
+"""The whole run: plan, shards by workers, then one atomic ``.bin``/``.idx`` pair per key.
+
+``<prefix>.partial/`` holds the plan (``plan.json``: inputs, settings, tokenizer) and the finished shards. A run that was
+killed continues from them; its output is that of an uninterrupted run, for any number of workers. The pairs are put
+together at the end, so that nothing complete-looking exists before everything is; it needs twice the disk space meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.datasets.preprocessing.inputs import InputFile, Part, find_inputs, part_bytes, parts_of
+from megatron.core.datasets.preprocessing.progress import Progress
+from megatron.core.datasets.preprocessing.sentences import make_splitter
+from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+from megatron.core.datasets.preprocessing.worker import (
+    PartRecord, Worker, WorkerSettings, read_record, run_part, shard_prefix, start_process,
+)  # fmt: skip
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.data.index_format import DType
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.sidecar import sidecar_info, write_sidecar
+
+logger = logging.getLogger(__name__)
+
+PLAN_VERSION = 1
+PARTS_IN_FLIGHT = 2  # per worker: bounds the memory of decompressed parts that wait
+
+TokenizerBuilder = Callable[[Any], Tokenizer]
+
+
+@dataclass
+class Totals:
+    """What a run did."""
+
+    documents: int = 0
+    sentences: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty_documents: int = 0
+    bad_lines: int = 0
+    reused_parts: int = 0
+    seconds: float = 0.0
+    outputs: list[str] = field(default_factory=list)
+
+    def add(self, record: PartRecord) -> None:
+        """Count one part."""
+        for name in ("documents", "sentences", "tokens", "text_bytes", "empty_documents"):
+            setattr(self, name, getattr(self, name) + getattr(record, name))
+        self.bad_lines += record.num_bad_lines
+
+
+class TooManyBadLines(ValueError):
+    """More unusable lines than --max-bad-lines (or --strict) allows."""
+
+
+def output_prefixes(cfg: PreprocessConfig) -> dict[str, str]:
+    """By key, the path of the pair without its suffix."""
+    return {key: f"{cfg.output_prefix}_{key}_{cfg.level}" for key in cfg.json_keys}
+
+
+def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
+    """Tokenize ``cfg.input`` into the pairs of ``output_prefixes``.
+
+    Args:
+        tokenizer_cfg: what ``build`` makes a tokenizer from, here and in every worker; picklable.
+
+    Raises:
+        ValueError: wrong settings or input; existing output; too many bad lines; another run at work.
+        OSError: reading or writing failed, a full disk for instance.
+        RuntimeError: a worker process died.
+    """
+    if problems := cfg.problems():
+        raise ValueError("\n".join(problems))
+    files = find_inputs(cfg.input)
+    tokenizer = build(tokenizer_cfg)
+    if cfg.append_eod:
+        tokenizer.eod  # noqa: B018 (raises here, once, where it is missing)
+    splitter = make_splitter(cfg.lang, cfg.keep_newlines)[1] if cfg.split_sentences else ""
+    if splitter:
+        logger.info("sentences are split by %s", splitter)
+    folder = f"{cfg.output_prefix}.partial"
+    with _locked_folder(folder):
+        plan = _plan(cfg, files, tokenizer, splitter)
+        _prepare(cfg, folder, plan)
+        try:
+            run = _Run(cfg, files, folder, plan["part_bytes"])
+            totals = run.make_shards(tokenizer, tokenizer_cfg, build)
+            _publish(cfg, tokenizer, folder, run.order)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise OSError(
+                error.errno,
+                f"the disk is full ({error.strerror}): free some space and run the same command again; "
+                f"finished parts are kept in {folder}",
+            ) from error
+        totals.outputs = list(output_prefixes(cfg).values())
+        shutil.rmtree(folder)
+    return totals
+
+
+@contextlib.contextmanager
+def _locked_folder(folder: str) -> Iterator[None]:
+    """Create ``folder`` and hold it; of two runs with one --output-prefix the second is refused."""
+    existed = os.path.isdir(folder)
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "a", encoding="utf-8") as lock:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, gone with this process
+        except OSError as error:
+            raise ValueError(f"another run is writing {folder}; wait for it, or choose another --output-prefix") from error
+        try:
+            yield
+        except BaseException:
+            if not existed and not os.path.exists(os.path.join(folder, "plan.json")):
+                shutil.rmtree(folder, ignore_errors=True)  # refused before any work
+            raise
+
+
+def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, splitter: str) -> dict[str, Any]:
+    """All that the bytes of the output depend on."""
+    return {
+        "version": PLAN_VERSION,
+        "inputs": [[file.path, file.size, file.modified_ns] for file in files],
+        "part_bytes": part_bytes(files),
+        "tokenizer": tokenizer.fingerprint,
+        "json_keys": cfg.json_keys,
+        "append_eod": cfg.append_eod,
+        "sentences": [splitter, cfg.lang, cfg.keep_newlines] if cfg.split_sentences else None,
+        "max_line_bytes": cfg.max_line_bytes,
+    }
+
+
+def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
+    """Refuse to touch existing output or another run's parts; then write the plan."""
+    path, publishing = os.path.join(folder, "plan.json"), os.path.join(folder, "publishing")
+    old: dict[str, Any] | None = None
+    with contextlib.suppress(FileNotFoundError, ValueError), open(path, encoding="utf-8") as file:
+        old = json.load(file)
+    if old == plan:
+        for garbage in glob.glob(glob.escape(folder) + "/*.partial*"):
+            os.unlink(garbage)
+    else:
+        existing = [name for name in sorted(os.listdir(folder)) if name != "lock"]
+        if old is not None and not cfg.overwrite:
+            differing = ", ".join(key for key in plan if old.get(key) != plan[key])
+            raise ValueError(
+                f"{folder} holds parts of an interrupted run that differs in: {differing}. Run its command again to finish "
+                "it, remove the folder, or add --overwrite to start anew"
+            )
+        for name in existing:
+            os.unlink(os.path.join(folder, name))
+    if not (old == plan and os.path.exists(publishing)) and not cfg.overwrite:
+        for prefix in output_prefixes(cfg).values():
+            found = [prefix + suffix for suffix in (".bin", ".idx") if os.path.exists(prefix + suffix)]
+            if found:
+                raise ValueError(f"{found[0]} exists; choose another --output-prefix, or add --overwrite to replace it")
+    for prefix in output_prefixes(cfg).values():
+        for garbage in glob.glob(glob.escape(prefix) + ".bin.partial-*"):  # of a run killed while it published
+            os.unlink(garbage)
+    with open(path + ".partial", "w", encoding="utf-8") as file:
+        json.dump(plan, file)
+    os.replace(path + ".partial", path)
+
+
+class _Run:
+    """The shards of one run, and the account of its bad lines in the order of the input."""
+
+    def __init__(self, cfg: PreprocessConfig, files: list[InputFile], folder: str, size: int):
+        self.cfg, self.files, self.folder, self.size = cfg, files, folder, size
+        self.order: list[str] = []  # names of all parts, in the order of the output
+        self.records: dict[str, PartRecord] = {}  # finished, not yet accounted for
+        self.accounted = 0
+        self.totals = Totals()
+        self.line_of_file: dict[str, int] = {}
+        self.bad_entries: list[dict[str, Any]] = []
+
+    def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
+        cfg = self.cfg
+        settings = WorkerSettings(
+            folder=self.folder, keys=tuple(cfg.json_keys), split_sentences=cfg.split_sentences,
+            keep_newlines=cfg.keep_newlines, lang=cfg.lang, append_eod=cfg.append_eod, max_line_bytes=cfg.max_line_bytes,
+        )  # fmt: skip
+        workers = cfg.workers or os.cpu_count() or 1
+        progress = Progress(sum(file.size for file in self.files), cfg.log_interval)
+        try:
+            if workers == 1:
+                worker = Worker(tokenizer, settings)
+                for part in self._todo(progress):
+                    self._finish(worker.run(part), progress)
+            else:
+                forks = "fork" in multiprocessing.get_all_start_methods()
+                inherited = Worker(tokenizer, settings) if forks else None
+                context = multiprocessing.get_context("fork" if forks else "spawn")
+                self._with_pool(workers, context, (inherited, build, tokenizer_cfg, settings), progress)
+        finally:
+            self._write_bad_lines()
+        self.totals.seconds = progress.seconds
+        if self.totals.documents == 0 and self.totals.bad_lines:
+            raise TooManyBadLines(
+                f"no usable document in {self.totals.bad_lines} lines, the first: {self._describe(self.bad_entries[0])}; "
+                "is --json-keys right?"
+            )
+        progress.finish(self.totals)
+        return self.totals
+
+    def _with_pool(self, workers: int, context: Any, initargs: tuple[Any, ...], progress: Progress) -> None:
+        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_process, initargs=initargs)
+        running: set[Future[PartRecord]] = set()
+        try:
+            for part in self._todo(progress):
+                running.add(pool.submit(run_part, part))
+                if len(running) >= PARTS_IN_FLIGHT * workers:
+                    running = self._collect(running, progress)
+            while running:
+                running = self._collect(running, progress)
+        except BrokenProcessPool as error:
+            raise RuntimeError(
+                f"a worker process died (out of memory, or killed); finished parts are kept in {self.folder}: run the same "
+                "command again, with fewer --workers if memory ran out"
+            ) from error
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _collect(self, running: set[Future[PartRecord]], progress: Progress) -> set[Future[PartRecord]]:
+        done, pending = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            self._finish(future.result(), progress)
+        return pending
+
+    def _todo(self, progress: Progress) -> Iterator[Part]:
+        """All parts but those that an interrupted run finished."""
+        for index, file in enumerate(self.files):
+            done = self._finished_file(index, file, progress)
+            if done:
+                continue
+            count = 0
+            for part in parts_of(index, file, self.size, self.cfg.max_line_bytes):
+                self.order.append(part.name)
+                count += 1
+                record = read_record(self.folder, part.name)
+                if record is None:
+                    yield part
+                else:
+                    self._reuse(record, progress)
+            file.check_unchanged()
+            if file.kind in ("gzip", "zstd"):
+                with open(os.path.join(self.folder, f"{index:06d}.count"), "w", encoding="utf-8") as note:
+                    note.write(str(count))
+
+    def _finished_file(self, index: int, file: InputFile, progress: Progress) -> bool:
+        """Whether all parts of a compressed file are done, so that it need not be decompressed again."""
+        try:
+            with open(os.path.join(self.folder, f"{index:06d}.count"), encoding="utf-8") as note:
+                count = int(note.read())
+        except (FileNotFoundError, ValueError):
+            return False
+        records = [read_record(self.folder, Part(index, number, file).name) for number in range(count)]
+        if not all(records):
+            return False
+        for record in records:
+            assert record is not None
+            self.order.append(record.name)
+            self._reuse(record, progress)
+        return True
+
+    def _reuse(self, record: PartRecord, progress: Progress) -> None:
+        self.totals.reused_parts += 1
+        progress.skip(record.weight)
+        self._account(record)
+
+    def _finish(self, record: PartRecord, progress: Progress) -> None:
+        progress.add(record)
+        self._account(record)
+
+    def _account(self, record: PartRecord) -> None:
+        """Count finished parts in the order of the input, so that line numbers are known and limits are exact."""
+        self.records[record.name] = record
+        while self.accounted < len(self.order) and self.order[self.accounted] in self.records:
+            done = self.records.pop(self.order[self.accounted])
+            self.accounted += 1
+            before = self.line_of_file.get(done.file, 0)
+            self.line_of_file[done.file] = before + done.lines
+            for first, count, reason in done.bad_lines:
+                entry = {"file": done.file, "line": before + first + 1, "count": count, "reason": reason}
+                self.bad_entries.append(entry)
+            self.totals.add(done)
+            limit = self.cfg.bad_line_limit
+            if done.bad_lines and limit is not None and self.totals.bad_lines > limit:
+                raise TooManyBadLines(
+                    f"{self._describe(self.bad_entries[0])}; "
+                    + ("--strict stops at the first such line" if limit == 0 else
+                       f"in all {self.totals.bad_lines} unusable lines so far, more than --max-bad-lines {limit}")
+                    + f"; they are listed in {self.cfg.output_prefix}.bad_lines.jsonl"
+                )  # fmt: skip
+
+    @staticmethod
+    def _describe(entry: dict[str, Any]) -> str:
+        return f"{entry['file']}, line {entry['line']}: {entry['reason']}"
+
+    def _write_bad_lines(self) -> None:
+        """``<prefix>.bad_lines.jsonl``: file, first line, number of lines in a row, reason."""
+        path = f"{self.cfg.output_prefix}.bad_lines.jsonl"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        if self.bad_entries:
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(json.dumps(entry, ensure_ascii=False) + "\n" for entry in self.bad_entries)
+
+
+def _publish(cfg: PreprocessConfig, tokenizer: Tokenizer, folder: str, order: list[str]) -> None:
+    """Join the shards of each key into its pair, and describe the tokenizer beside it."""
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    with open(os.path.join(folder, "publishing"), "w", encoding="utf-8"):
+        pass
+    for key, prefix in output_prefixes(cfg).items():
+        with IndexedDatasetBuilder(prefix + ".bin", dtype=dtype) as builder:
+            for name in order:
+                builder.add_index(shard_prefix(folder, name, key))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(prefix + ".idx")
+            write_sidecar(prefix, sidecar_info(tokenizer, cfg.append_eod))
+            builder.finalize(prefix + ".idx")

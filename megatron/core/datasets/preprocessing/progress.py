@@ -1,0 +1,70 @@
+"""One line of progress a second at most: documents, MB/s, share done, time left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+from megatron.core.datasets.preprocessing.worker import PartRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """Counts finished parts against the bytes of all input files."""
+
+    def __init__(self, total_bytes: int, log_interval: int):
+        self.total_bytes, self.log_interval = max(total_bytes, 1), log_interval
+        self.start = self.last_line = time.monotonic()
+        self.documents = self.text_bytes = self.worked = self.skipped = 0
+        self.next_documents = log_interval
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self.start
+
+    def skip(self, weight: int) -> None:
+        """A part that an earlier run finished."""
+        self.skipped += weight
+
+    def add(self, record: PartRecord) -> None:
+        """A part finished now."""
+        self.documents += record.documents
+        self.text_bytes += record.text_bytes
+        self.worked += record.weight
+        now = time.monotonic()
+        if self.documents >= self.next_documents and now - self.last_line >= 1.0:
+            self.last_line = now
+            self.next_documents = self.documents + self.log_interval
+            logger.info("%s", self.line())
+
+    def line(self) -> str:
+        """The state now."""
+        seconds = max(self.seconds, 1e-9)
+        done = self.worked + self.skipped
+        left = seconds * (self.total_bytes - done) / self.worked if self.worked else 0.0
+        return (
+            f"processed {self.documents} documents | {self.documents / seconds:.1f} docs/s | "
+            f"{self.text_bytes / seconds / 1e6:.2f} MB/s | {100 * min(done / self.total_bytes, 1):.1f} % | "
+            f"time left {format_seconds(max(left, 0))}"
+        )
+
+    def finish(self, totals: Any) -> None:
+        """The summary."""
+        seconds = max(self.seconds, 1e-9)
+        logger.info(
+            "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable lines%s",
+            totals.documents, totals.sentences, totals.tokens, format_seconds(seconds), self.text_bytes / seconds / 1e6,
+            totals.empty_documents, totals.bad_lines,
+            f"; {totals.reused_parts} parts were done by an earlier run" if totals.reused_parts else "",
+        )  # fmt: skip
+
+
+def format_seconds(seconds: float) -> str:
+    """``1:02:03``, or ``12.3 s`` below a minute."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"

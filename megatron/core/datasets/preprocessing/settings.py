@@ -1,0 +1,104 @@
+"""The flags of tools/preprocess_data.py, except for the tokenizer's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron.core.cli import flag
+
+
+@dataclass(kw_only=True)
+class PreprocessConfig:
+    """Input, output and run time"""
+
+    input: list[str] = flag("--input", default_factory=list, nargs="+")
+    """JSON lines (plain, .gz, .zst) or parquet: files, globs or folders, read in sorted order."""
+
+    json_keys: list[str] = field(default_factory=lambda: ["text"])
+    """Keys (or parquet columns) to tokenize; each gets its own pair of files."""
+
+    split_sentences: bool = False
+    """Store sentences as sequences (for BERT); the files are named ..._sentence instead of ..._document."""
+
+    keep_newlines: bool = False
+    """With --split-sentences: keep the line breaks between sentences."""
+
+    append_eod: bool = False
+    """End every document with the tokenizer's end-of-document id."""
+
+    lang: str = "english"
+    """Language of the sentence splitter."""
+
+    output_prefix: str | None = None
+    """Output files are <prefix>_<key>_document.bin and .idx."""
+
+    dataset_impl: Literal["lazy", "cached", "mmap"] = "mmap"
+    """Accepted for old scripts; files are always of the mmap kind."""
+
+    overwrite: bool = False
+    """Replace existing output, and discard the parts of an interrupted run with other settings."""
+
+    workers: int | None = None
+    """Worker processes; default: the number of processors."""
+
+    partitions: int = 1
+    """Accepted for old scripts; the work is cut into parts by itself."""
+
+    keep_sequential_samples: bool = False
+    """Accepted for old scripts; documents always keep the order of the input."""
+
+    log_interval: int = 1000
+    """Documents between progress lines (one per second at most)."""
+
+    find_optimal_num_workers: bool = False
+    """Only measure the speed with each number of --workers-to-check, on --max-documents documents."""
+
+    workers_to_check: list[int] = field(default_factory=lambda: [16, 32, 64])
+    """Numbers of workers that --find-optimal-num-workers tries."""
+
+    max_documents: int = 100000
+    """Documents that --find-optimal-num-workers uses."""
+
+    max_bad_lines: int | None = None
+    """Fail when more input lines than this are unusable; default: skip, count and list any number of them."""
+
+    strict: bool = False
+    """Fail at the first unusable line: --max-bad-lines 0."""
+
+    max_line_bytes: int = 64 << 20
+    """A longer input line counts as unusable; bounds the memory."""
+
+    def problems(self) -> list[str]:
+        """All that is wrong with the flags themselves."""
+        found = []
+        if not self.input:
+            found.append("--input is missing: give files, globs or folders")
+        if not self.output_prefix and not self.find_optimal_num_workers:
+            found.append("--output-prefix is missing")
+        if self.output_prefix and not os.path.isdir(os.path.dirname(os.path.abspath(self.output_prefix))):
+            found.append(f"--output-prefix {self.output_prefix}: its folder does not exist; create it first")
+        least = {"workers": self.workers, "partitions": self.partitions, "log_interval": self.log_interval,
+                 "max_documents": self.max_documents, "max_line_bytes": self.max_line_bytes}  # fmt: skip
+        for name, value in least.items():
+            if value is not None and value < 1:
+                found.append(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        if min(self.workers_to_check, default=0) < 1:
+            found.append(f"--workers-to-check {self.workers_to_check}: needs numbers of at least 1")
+        if self.max_bad_lines is not None and self.max_bad_lines < 0:
+            found.append(f"--max-bad-lines {self.max_bad_lines}: must be at least 0")
+        if len(set(self.json_keys)) != len(self.json_keys):
+            found.append(f"--json-keys {' '.join(self.json_keys)}: names a key twice")
+        found += [f"--json-keys {key!r}: cannot be part of a file name" for key in self.json_keys if os.sep in key or not key]
+        return found
+
+    @property
+    def level(self) -> str:
+        """The last part of the output names."""
+        return "sentence" if self.split_sentences else "document"
+
+    @property
+    def bad_line_limit(self) -> int | None:
+        """Unusable lines that are tolerated; None: any number."""
+        return 0 if self.strict else self.max_bad_lines

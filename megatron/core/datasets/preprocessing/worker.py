@@ -1,0 +1,213 @@
+"""What a worker does: one part of the input becomes one shard, a small ``.bin``/``.idx`` pair per key and a record.
+
+Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly when it
+exists. A shard's bytes depend on its part alone, so whoever makes it, and however often, the result is the same.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.preprocessing.inputs import Part
+from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
+from megatron.core.datasets.preprocessing.sentences import make_splitter
+from megatron.core.tokenizers.base import Tokenizer
+from megatron.data.index_format import DType
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+
+BATCH_CHARACTERS = 1 << 20
+BATCH_DOCUMENTS = 1024
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What a worker needs to know, the same for all parts."""
+
+    folder: str
+    keys: tuple[str, ...]
+    split_sentences: bool
+    keep_newlines: bool
+    lang: str
+    append_eod: bool
+    max_line_bytes: int
+
+
+@dataclass
+class PartRecord:
+    """What became of a part."""
+
+    name: str
+    file: str
+    lines: int = 0
+    documents: int = 0  # of the first key
+    empty_documents: int = 0  # of any key
+    sentences: int = 0
+    tokens: int = 0
+    text_bytes: int = 0  # bytes of input lines
+    weight: int = 0
+    bad_lines: list[tuple[int, int, str]] = field(default_factory=list)  # first line within the part, how many, why
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by key, of .bin and .idx
+
+    @property
+    def num_bad_lines(self) -> int:
+        """Lines that were skipped."""
+        return sum(count for _, count, _ in self.bad_lines)
+
+    def add_bad_line(self, line: int, reason: str) -> None:
+        """Note line number ``line`` (from 0, within the part); runs with one reason are kept as one."""
+        if self.bad_lines:
+            first, count, last_reason = self.bad_lines[-1]
+            if first + count == line and last_reason == reason:
+                self.bad_lines[-1] = (first, count + 1, reason)
+                return
+        self.bad_lines.append((line, 1, reason))
+
+
+def shard_prefix(folder: str, part: str, key: str) -> str:
+    """Where the shard of a part and key lies."""
+    return os.path.join(folder, f"{part}.{key}")
+
+
+def read_record(folder: str, part: str) -> PartRecord | None:
+    """The record of a finished part whose files are all there, else None."""
+    try:
+        with open(os.path.join(folder, part + ".json"), encoding="utf-8") as file:
+            values = json.load(file)
+        record = PartRecord(**{**values, "bad_lines": [tuple(entry) for entry in values["bad_lines"]]})
+        for key, sizes in record.sizes.items():
+            prefix = shard_prefix(folder, part, key)
+            if [os.path.getsize(prefix + ".bin"), os.path.getsize(prefix + ".idx")] != list(sizes):
+                return None
+        return record
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class Worker:
+    """Turns parts into shards."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: WorkerSettings):
+        self.tokenizer, self.settings = tokenizer, settings
+        self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
+        self.eod = np.asarray([tokenizer.eod] if settings.append_eod else [], dtype=self.dtype)
+        self.split: Callable[[str], list[str]] | None = None
+        if settings.split_sentences:
+            self.split, _ = make_splitter(settings.lang, settings.keep_newlines)
+
+    def run(self, part: Part) -> PartRecord:
+        """Make the shard of ``part`` and its record."""
+        folder, keys = self.settings.folder, self.settings.keys
+        record = PartRecord(part.name, part.file.path, weight=part.weight)
+        prefixes = {key: shard_prefix(folder, part.name, key) for key in keys}
+        builders = {key: IndexedDatasetBuilder(prefix + ".bin", dtype=self.dtype) for key, prefix in prefixes.items()}
+        try:
+            self._fill(part, builders, record)
+            if part.data is None:
+                part.file.check_unchanged()
+            for key, prefix in prefixes.items():
+                builders[key].finalize(prefix + ".idx")
+                record.sizes[key] = (os.path.getsize(prefix + ".bin"), os.path.getsize(prefix + ".idx"))
+        except BaseException:
+            for builder in builders.values():
+                builder.abort()
+            raise
+        path = os.path.join(folder, part.name + ".json")
+        with open(path + ".partial", "w", encoding="utf-8") as file:
+            json.dump(asdict(record), file)
+        os.replace(path + ".partial", path)
+        return record
+
+    def _fill(self, part: Part, builders: dict[str, IndexedDatasetBuilder], record: PartRecord) -> None:
+        keys = self.settings.keys
+        waiting: dict[str, list[str]] = {key: [] for key in keys}
+        characters = 0
+        for row, size in rows_of(part, keys, self.settings.max_line_bytes):
+            record.text_bytes += size
+            if isinstance(row, BadLine):
+                record.add_bad_line(record.lines, row.reason)
+            else:
+                for key, text in zip(keys, row):
+                    waiting[key].append(text)
+                    characters += len(text)
+            record.lines += 1
+            if characters >= BATCH_CHARACTERS or len(waiting[keys[0]]) >= BATCH_DOCUMENTS:
+                self._flush(waiting, builders, record)
+                characters = 0
+        self._flush(waiting, builders, record)
+
+    def _flush(
+        self, waiting: dict[str, list[str]], builders: dict[str, IndexedDatasetBuilder], record: PartRecord
+    ) -> None:
+        for key, texts in waiting.items():
+            if self.split is None:
+                count = self._add_documents(texts, builders[key], record)
+            else:
+                count = self._add_sentences(texts, self.split, builders[key], record)
+            record.empty_documents += len(texts) - count
+            if key == self.settings.keys[0]:
+                record.documents += count
+            texts.clear()
+
+    def _add_documents(self, texts: Sequence[str], builder: IndexedDatasetBuilder, record: PartRecord) -> int:
+        """One sequence a document; documents without tokens are left out. Returns how many were added."""
+        arrays = [array for array in self.tokenizer.tokenize_batch(texts) if array.size]
+        if not arrays:
+            return 0
+        lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays)) + self.eod.size
+        if self.eod.size:
+            arrays = [piece for array in arrays for piece in (array, self.eod)]
+        tokens = np.concatenate(arrays)
+        builder.add_documents(tokens, lengths)
+        record.sentences += len(lengths)
+        record.tokens += tokens.size
+        return len(lengths)
+
+    def _add_sentences(
+        self, texts: Sequence[str], split: Callable[[str], list[str]], builder: IndexedDatasetBuilder, record: PartRecord
+    ) -> int:
+        """One sequence a sentence; sentences and documents without tokens are left out."""
+        sentences = [split(text) for text in texts]
+        arrays = iter(self.tokenizer.tokenize_batch([sentence for document in sentences for sentence in document]))
+        added = 0
+        for document in sentences:
+            kept = [array for array in (next(arrays) for _ in document) if array.size]
+            if not kept:
+                continue
+            kept[-1] = np.concatenate([kept[-1], self.eod])
+            lengths = [int(array.size) for array in kept]
+            builder.add_document(np.concatenate(kept), lengths)
+            record.sentences += len(lengths)
+            record.tokens += sum(lengths)
+            added += 1
+        return added
+
+
+_PROCESS: dict[str, Worker] = {}  # the worker of this process, set once by ``start_process``
+
+
+def start_process(worker: Worker | None, build: Callable[[Any], Tokenizer], cfg: Any, settings: WorkerSettings) -> None:
+    """Initializer of a pool process: takes the parent's worker or builds one, and ends when the parent is gone."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    _PROCESS["worker"] = worker or Worker(build(cfg), settings)
+
+
+def _end_with(sentinel: int) -> None:
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
+
+
+def run_part(part: Part) -> PartRecord:
+    """``Worker.run`` in a pool process; the lines do not travel back."""
+    return replace(_PROCESS["worker"].run(part))

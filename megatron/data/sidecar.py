@@ -1,0 +1,99 @@
+"""The sidecar ``<prefix>.tokenizer.json`` beside ``<prefix>.bin`` and ``.idx``: which tokenizer made these ids.
+
+Megatron-LM's readers ignore it; data sets made elsewhere have none. Training compares it with its own tokenizer, so that
+ids of one vocabulary are never read as those of another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+FORMAT_VERSION = 1
+
+
+class FingerprintedTokenizer(Protocol):
+    """What the sidecar needs to know of a tokenizer."""
+
+    tokenizer_type: str
+    vocab_size: int
+    fingerprint: str
+    special_ids: dict[str, int]
+
+
+@dataclass(frozen=True)
+class SidecarInfo:
+    """The content of a sidecar."""
+
+    tokenizer_type: str
+    fingerprint: str  # sha256 of the tokenizer's files and options
+    vocab_size: int  # largest id + 1
+    special_ids: Mapping[str, int] = field(default_factory=dict)
+    append_eod: bool = False  # whether every document ends with the id special_ids["eod"]
+    version: int = FORMAT_VERSION
+
+
+def sidecar_path(prefix: str) -> str:
+    """The sidecar of the data set ``prefix``.bin/.idx."""
+    return f"{prefix}.tokenizer.json"
+
+
+def sidecar_info(tokenizer: FingerprintedTokenizer, append_eod: bool) -> SidecarInfo:
+    """What to record of ``tokenizer``."""
+    special_ids = dict(sorted(tokenizer.special_ids.items()))
+    return SidecarInfo(tokenizer.tokenizer_type, tokenizer.fingerprint, tokenizer.vocab_size, special_ids, append_eod)
+
+
+def write_sidecar(prefix: str, info: SidecarInfo) -> None:
+    """Write it atomically."""
+    path = sidecar_path(prefix)
+    partial = f"{path}.partial-{os.getpid()}"
+    with open(partial, "w", encoding="utf-8") as file:
+        json.dump(asdict(info), file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_sidecar(prefix: str) -> SidecarInfo | None:
+    """The sidecar of ``prefix``, None where there is none.
+
+    Raises:
+        ValueError: it is damaged, or of a newer format.
+    """
+    path = sidecar_path(prefix)
+    try:
+        with open(path, encoding="utf-8") as file:
+            values: dict[str, Any] = json.load(file)
+        version = values["version"]
+        if version != FORMAT_VERSION:
+            raise ValueError(f"it has format version {version}, this program reads {FORMAT_VERSION}")
+        return SidecarInfo(**{key: values[key] for key in SidecarInfo.__dataclass_fields__})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a tokenizer sidecar ({error}); run tools/preprocess_data.py again, or remove the "
+            "file to train without the check"
+        ) from error
+
+
+def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo | None:
+    """Compare the sidecar of ``prefix`` with ``tokenizer``; None where the data set has none (warn once, then).
+
+    Raises:
+        ValueError: the data set was made with another tokenizer, or the sidecar is damaged.
+    """
+    info = read_sidecar(prefix)
+    if info is None or info.fingerprint == tokenizer.fingerprint:
+        return info
+    raise ValueError(
+        f"{prefix} was made with another tokenizer: {info.tokenizer_type} with {info.vocab_size} ids, sha256 "
+        f"{info.fingerprint[:12]}; the flags give {tokenizer.tokenizer_type} with {tokenizer.vocab_size} ids, sha256 "
+        f"{tokenizer.fingerprint[:12]}. Give the tokenizer flags that made the data, or preprocess it again; if the two "
+        f"are known to agree, remove {sidecar_path(prefix)} to train without the check"
+    )

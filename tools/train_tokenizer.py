@@ -1,0 +1,62 @@
+"""Trains a byte-level BPE on JSON lines, deterministically, for --tokenizer-type HuggingFaceTokenizer.
+
+    python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer
+
+writes tokenizer/tokenizer.json: id 0 is <|endoftext|>, then the 256 bytes, then the merges.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, parts_of
+from megatron.core.datasets.preprocessing.lines import rows_of
+from megatron.core.tokenizers.training import train_byte_level_bpe
+
+MAX_LINE_BYTES = 64 << 20
+
+
+def texts_of(inputs: list[str], keys: list[str], max_bytes: int | None) -> Iterator[str]:
+    """The usable texts in order, until ``max_bytes`` of UTF-8 have passed."""
+    files, seen = find_inputs(inputs), 0
+    for index, file in enumerate(files):
+        for part in parts_of(index, file, part_bytes(files), MAX_LINE_BYTES):
+            for row, _ in rows_of(part, keys, MAX_LINE_BYTES):
+                for text in row if isinstance(row, list) else ():
+                    yield text
+                    seen += len(text.encode())
+                    if max_bytes is not None and seen >= max_bytes:
+                        return
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", required=True, help="JSON lines or parquet: files, globs, folders")
+    parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
+    parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257")
+    parser.add_argument("--output", required=True, help="folder for tokenizer.json, made if need be")
+    parser.add_argument("--max-bytes", "--max_bytes", type=int, help="train on about the first so many bytes of text")
+    args = parser.parse_args()
+    start = time.monotonic()
+    try:
+        os.makedirs(args.output, exist_ok=True)
+        path = os.path.join(args.output, "tokenizer.json")
+        texts = texts_of(args.input, args.json_keys, args.max_bytes)
+        size = train_byte_level_bpe(texts, args.vocab_size, path, asked_by="tools/train_tokenizer.py")
+    except (ValueError, OSError) as error:
+        print(f"train_tokenizer.py: error: {error}", file=sys.stderr)
+        return 1
+    if size < args.vocab_size:
+        print(f"the text yields {size} tokens only, fewer than --vocab-size {args.vocab_size}")
+    print(f"wrote {path}: {size} tokens in {time.monotonic() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
