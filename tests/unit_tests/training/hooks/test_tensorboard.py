@@ -19,7 +19,7 @@ from megatron.training.timers import Timers
 @pytest.fixture(autouse=True)
 def event_files_sort_in_the_order_of_their_making(monkeypatch):
     """Files of one process and second are told apart by a counter, and read in the order of their names: 9 after 10."""
-    monkeypatch.setattr(event_file_writer, "_global_uid", 100)
+    monkeypatch.setattr(event_file_writer._global_uid, "get", iter(range(100, 1000)).__next__)
 
 
 ALL_TAGS = Tags(validation_perplexity=True, throughput=True, memory=True, world_size=2)
