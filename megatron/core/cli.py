@@ -65,6 +65,9 @@ def flag(
 ) -> Any:
     """A dataclass field whose flag is irregular.
 
+    ``name: int = flag()`` is an ordinary flag that starts as None but is annotated with the type it has once the
+    configuration is resolved, so that the code that reads it need not ask.
+
     Args:
         names: spellings, the first one being the official one. A boolean whose default is not given is False.
         nargs: as argparse's: a count, ``"+"`` or ``"*"``.
@@ -162,7 +165,7 @@ def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]
 
 def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     meta = field.metadata
-    default = field.default_factory() if field.default_factory is not _UNSET else field.default
+    default: Any = field.default_factory() if callable(field.default_factory) else field.default
     nargs, optional = meta.get("nargs"), False
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not types.NoneType]
@@ -177,6 +180,7 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
         convert, type_name, choices = _scalar(annotation)
     if type_name == "bool" and default is None:
         default = False
+    optional = optional or default is None
     spelled = field.name.replace("_", "-")
     names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)
     return FlagSpec(

@@ -39,25 +39,62 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 class ScheduleConfig(Protocol):
     """The fields that a schedule reads; ``PretrainConfig`` has them all."""
 
-    lr: float | None
-    min_lr: float
-    lr_decay_style: str
-    lr_decay_iters: int | None
-    lr_decay_samples: int | None
-    lr_warmup_iters: int
-    lr_warmup_samples: int
-    lr_warmup_fraction: float | None
-    lr_warmup_init: float
-    lr_wsd_decay_style: str
-    lr_wsd_decay_iters: int | None
-    lr_wsd_decay_samples: int | None
-    train_iters: int | None
-    train_samples: int | None
-    global_batch_size: int | None
-    weight_decay: float
-    start_weight_decay: float | None
-    end_weight_decay: float | None
-    weight_decay_incr_style: str
+    @property
+    def lr(self) -> float | None: ...
+
+    @property
+    def min_lr(self) -> float: ...
+
+    @property
+    def lr_decay_style(self) -> str: ...
+
+    @property
+    def lr_decay_iters(self) -> int | None: ...
+
+    @property
+    def lr_decay_samples(self) -> int | None: ...
+
+    @property
+    def lr_warmup_iters(self) -> int: ...
+
+    @property
+    def lr_warmup_samples(self) -> int: ...
+
+    @property
+    def lr_warmup_fraction(self) -> float | None: ...
+
+    @property
+    def lr_warmup_init(self) -> float: ...
+
+    @property
+    def lr_wsd_decay_style(self) -> str: ...
+
+    @property
+    def lr_wsd_decay_iters(self) -> int | None: ...
+
+    @property
+    def lr_wsd_decay_samples(self) -> int | None: ...
+
+    @property
+    def train_iters(self) -> int | None: ...
+
+    @property
+    def train_samples(self) -> int | None: ...
+
+    @property
+    def global_batch_size(self) -> int | None: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def start_weight_decay(self) -> float | None: ...
+
+    @property
+    def end_weight_decay(self) -> float | None: ...
+
+    @property
+    def weight_decay_incr_style(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -133,7 +170,7 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
 
 def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
     """(training, decay, warm-up, WSD annealing) lengths in samples."""
-    if config.train_iters:
+    if config.train_iters and not config.train_samples:  # a run by samples may have its iterations filled in
         size = config.global_batch_size
         if not size:
             raise ValueError("--global-batch-size is not set: a schedule in iterations needs it")

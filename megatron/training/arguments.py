@@ -46,6 +46,7 @@ def parse_args(
     *,
     args_defaults: Mapping[str, Any] | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
+    needs_data: bool = True,
 ) -> PretrainConfig:
     """The settings of a command line, not yet resolved (see :func:`validate_args`).
 
@@ -54,6 +55,7 @@ def parse_args(
         args_defaults: an entry script's own defaults, by field name.
         extra_args_provider: adds a script's own flags to an ``argparse.ArgumentParser``; their values become
             attributes of the result and are kept in its ``extra``.
+        needs_data: False for scripts that bring data sets and tokenizers of their own.
 
     Raises:
         ConfigError: with every mistake of the command line, and what else is wrong with the settings it did read.
@@ -78,7 +80,7 @@ def parse_args(
     problems += refused + misread + extra_problems + file_problems + default_problems
     explicit = {**from_file, **values}
     merged = {**extras.defaults, **defaults, **explicit}
-    cfg = PretrainConfig(**merged, explicit=frozenset(explicit), extra=extra)
+    cfg = PretrainConfig(**merged, explicit=frozenset(explicit), extra=extra, needs_data=needs_data)
     if problems:
         raise ConfigError(problems + _further_problems(cfg, problems))
     if os.environ.get("RANK", "0") == "0":
@@ -93,6 +95,8 @@ def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     Raises:
         ConfigError: with every contradiction and every setting that is not available.
     """
+    if cfg.dry_run:
+        world_size = cfg.dry_run_world_size or max(world_size, smallest_world_size(cfg))
     resolved = resolve(cfg, world_size)
     if problems := check(resolved):
         raise ConfigError(problems)
@@ -114,9 +118,13 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
 
 
 def core_transformer_config_from_args(
-    args: PretrainConfig, config_class: type[TransformerConfig] | None = None
+    args: Any, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
-    """The library's configuration with the fields that ``args`` has in common with it."""
+    """The library's configuration with the fields that ``args`` has in common with it.
+
+    Args:
+        args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
+    """
     if config_class is None:
         config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     common = {field.name for field in dataclasses.fields(PretrainConfig)}

@@ -22,12 +22,23 @@ logger = logging.getLogger(__name__)
 class ExitFlags(Protocol):
     """The part of the configuration that is read here."""
 
-    train_iters: int | None
-    train_samples: int | None
-    exit_interval: int | None
-    exit_duration_in_mins: int | None
-    exit_signal_handler: bool
-    exit_signal: signal.Signals
+    @property
+    def train_iters(self) -> int | None: ...
+
+    @property
+    def train_samples(self) -> int | None: ...
+
+    @property
+    def exit_interval(self) -> int | None: ...
+
+    @property
+    def exit_duration_in_mins(self) -> int | None: ...
+
+    @property
+    def exit_signal_handler(self) -> bool: ...
+
+    @property
+    def exit_signal(self) -> signal.Signals: ...
 
 
 @dataclass(frozen=True)

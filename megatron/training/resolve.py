@@ -63,6 +63,8 @@ def _network(cfg: PretrainConfig) -> dict[str, Any]:
         values["ffn_hidden_size"] = default_ffn_hidden_size(hidden, gated=cfg.swiglu)
     if hidden and heads and cfg.kv_channels is None:
         values["kv_channels"] = max(hidden // heads, 1)
+    if not cfg.pad_vocab_size:
+        values["make_vocab_size_divisible_by"] = 1
     if cfg.embedding_init_method_std is None:
         values["embedding_init_method_std"] = cfg.init_method_std
     return values
@@ -117,6 +119,8 @@ def _batches(cfg: PretrainConfig) -> dict[str, Any]:
 def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
     """Needs the batch sizes; fills the lengths of training, of the learning-rate decay and of the weight-decay ramp."""
     values: dict[str, Any] = {}
+    if cfg.skip_train and cfg.train_iters is None:
+        values["train_iters"] = 0
     if cfg.train_samples is None:
         if cfg.lr_decay_iters is None:
             values["lr_decay_iters"] = cfg.train_iters

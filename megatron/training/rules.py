@@ -14,15 +14,11 @@ from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 RULES = (*rules_model.RULES, *rules_training.RULES)
 
 
-def check(cfg: PretrainConfig, *, needs_data: bool = True) -> list[Problem]:
-    """Everything that is wrong with a resolved configuration; an empty list means that it can run.
-
-    Args:
-        needs_data: False for scripts that bring data sets and tokenizers of their own.
-    """
+def check(cfg: PretrainConfig) -> list[Problem]:
+    """Everything that is wrong with a resolved configuration; an empty list means that it can run."""
     if not cfg.resolved:
         raise AssertionError("check() takes what resolve() returns")
-    rules = (*RULES, *rules_data.RULES) if needs_data else RULES
+    rules = (*RULES, *rules_data.RULES) if cfg.needs_data else RULES
     problems = [problem for rule in rules for problem in rule(cfg)]
     problems += unavailable(flags_of(*GROUPS), lambda field: getattr(cfg, field), cfg.explicit)
     return list({str(problem): problem for problem in problems}.values())

@@ -17,7 +17,7 @@ def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
         yield missing("micro_batch_size")
     yield from at_least(
         cfg, 1, "micro_batch_size", "global_batch_size", "eval_micro_batch_size", "eval_global_batch_size",
-        "train_iters", "train_samples", "eval_interval", "save_interval", "save_retain_interval", "log_interval",
+        "train_samples", "eval_interval", "save_interval", "save_retain_interval", "log_interval",
         "tensorboard_log_interval", "tensorboard_queue_size", "exit_interval", "exit_duration_in_mins",
         "log_memory_interval", "train_sync_interval", "check_weight_hash_across_dp_replicas_interval",
         "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "ddp_bucket_size",
@@ -41,17 +41,15 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
     try:
         plateaus = batch_sizes.batch_size_plateaus(cfg)
     except ValueError as error:
-        yield problem(
-            cfg, source, str(error).rpartition(f"{getattr(cfg, source)}: ")[2].partition(": ")[2] or str(error)
-        )
+        reason = str(error).partition(": ")[2]  # behind the flag and its value
+        yield problem(cfg, source, reason or str(error))
         return
     unit = cfg.micro_batch_size * cfg.data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in plateaus):
         if size < unit or (size % unit and not cfg.decrease_batch_size_if_needed):
             field = "global_batch_size" if size == cfg.global_batch_size else source
-            yield problem(
-                cfg, field, _indivisible(size, cfg.micro_batch_size, cfg.data_parallel_size), _near(size, unit)
-            )
+            reason = _indivisible(size, cfg.micro_batch_size, cfg.data_parallel_size)
+            yield problem(cfg, field, reason, _near(size, unit))
 
 
 def evaluation_batch_divides(cfg: PretrainConfig) -> Problems:
@@ -78,8 +76,10 @@ def duration_is_given_once(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
     if cfg.train_iters is None and cfg.train_samples is None and not cfg.skip_train:
         yield missing("train_iters", "or --train-samples is required", "or --skip-train to evaluate only")
-    if cfg.train_samples is not None and cfg.train_iters == 0:
+    if cfg.train_samples is not None and cfg.train_iters == 0 and not cfg.skip_train:
         yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.global_batch_size}")
+    if "train_iters" in cfg.explicit and not cfg.skip_train:
+        yield from at_least(cfg, 1, "train_iters")
 
 
 def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:

@@ -12,24 +12,24 @@ from megatron.core.cli import flag
 class NetworkSizeConfig:
     """Network size"""
 
-    num_layers: int | None = None
+    num_layers: int = flag()
     """Transformer layers. Required."""
 
-    hidden_size: int | None = None
+    hidden_size: int = flag()
     """Width of the residual stream. Required."""
 
-    num_attention_heads: int | None = None
+    num_attention_heads: int = flag()
     """Query heads per layer. Required."""
 
-    num_query_groups: int | None = None
+    num_query_groups: int = flag()
     """Key and value heads per layer, each shared by num-attention-heads / num-query-groups query heads. Read together
     with --group-query-attention, where it defaults to 1 (multi-query attention)."""
 
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: int = flag()
     """Width inside the feed-forward network; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down
     to a multiple of 64."""
 
-    kv_channels: int | None = None
+    kv_channels: int = flag()
     """Channels per attention head; default: hidden size / attention heads."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
@@ -115,7 +115,7 @@ class InitializationConfig:
     """Standard deviation of the normal distribution that weights start from; those that write into the residual stream
     are divided by sqrt(2 x layers)."""
 
-    embedding_init_method_std: float | None = None
+    embedding_init_method_std: float = flag()
     """Standard deviation of the embedding's initial weights; default: --init-method-std."""
 
     init_method_xavier_uniform: bool = False

@@ -135,6 +135,8 @@ NO_EFFECT: dict[str, str] = {
     "align_param_gather": "there are no pipeline stages to align",
     "enable_gloo_process_groups": "gloo groups are made only where they are used",
     "overlap_p2p_comm": "there are no pipeline stages",
+    "padded_vocab_size": "the model pads by itself, and padding is inert",
+    "trust_remote_code": "code that comes with a tokenizer is never run",
     "enable_one_logger": "there is no such service",
     "no_persist_layer_norm": "one normalization serves all sizes",
     "gradient_accumulation_fusion": "a fusion never changes results",

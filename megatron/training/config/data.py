@@ -43,10 +43,10 @@ class DataConfig:
     mmap_bin_files: bool = True
     """Read .bin files instead of mapping them into memory."""
 
-    seq_length: int | None = None
+    seq_length: int = flag()
     """Tokens per sequence. Required."""
 
-    encoder_seq_length: int | None = None
+    encoder_seq_length: int = flag()
     """Tokens per encoder sequence; another name of --seq-length."""
 
     decoder_seq_length: int | None = None

@@ -12,7 +12,7 @@ from megatron.core.cli import flag
 class LearningRateConfig:
     """Learning rate and weight decay schedules"""
 
-    lr: float | None = None
+    lr: float = flag()
     """Peak learning rate. Required for training."""
 
     min_lr: float = 0.0

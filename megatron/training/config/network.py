@@ -12,7 +12,7 @@ from megatron.core.cli import flag
 class ModelConfig:
     """Positions, embeddings and heads"""
 
-    max_position_embeddings: int | None = None
+    max_position_embeddings: int = flag()
     """Longest sequence the model can be asked for; the size of the learned position table. Required; at least
     --seq-length."""
 
@@ -51,7 +51,7 @@ class ModelConfig:
     group_query_attention: bool = False
     """Let --num-query-groups groups of query heads share keys and values."""
 
-    encoder_num_layers: int | None = None
+    encoder_num_layers: int = flag()
     """Encoder layers of an encoder-decoder model; default: --num-layers."""
 
     decoder_num_layers: int | None = None

@@ -100,6 +100,9 @@ class PretrainConfig(
     extra: dict[str, Any] = derived(factory=dict)
     """Values of the flags that an entry script added; also readable as attributes."""
 
+    needs_data: bool = derived(True)
+    """False for entry scripts that bring data sets and tokenizers of their own: no rule asks for the flags of data."""
+
     resolved: bool = derived(False)
     """True once ``resolve`` made this object; it accepts no assignment then."""
 

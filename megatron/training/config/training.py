@@ -22,10 +22,10 @@ def parse_signal(text: str) -> signal.Signals:
 class TrainingConfig:
     """Training: batches, duration and exits"""
 
-    micro_batch_size: int | None = None
+    micro_batch_size: int = flag()
     """Sequences per forward pass and data-parallel rank. Required."""
 
-    global_batch_size: int | None = None
+    global_batch_size: int = flag()
     """Sequences per update over all ranks: a multiple of micro batch size x data-parallel size, which is also the
     default."""
 
@@ -39,7 +39,7 @@ class TrainingConfig:
     decrease_batch_size_if_needed: bool = False
     """Round a batch that does not divide by micro batch size x data-parallel size down instead of refusing it."""
 
-    train_iters: int | None = None
+    train_iters: int = flag()
     """Updates to train for. Either this or --train-samples."""
 
     train_samples: int | None = None

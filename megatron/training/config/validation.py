@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.cli import flag
+
 
 @dataclass(kw_only=True)
 class ValidationConfig:
@@ -18,10 +20,10 @@ class ValidationConfig:
     start_eval_at_iter: int | None = None
     """No evaluation before this iteration."""
 
-    eval_global_batch_size: int | None = None
+    eval_global_batch_size: int = flag()
     """Sequences per evaluation batch; default: --global-batch-size."""
 
-    eval_micro_batch_size: int | None = None
+    eval_micro_batch_size: int = flag()
     """Sequences per forward pass of evaluation; default: --micro-batch-size."""
 
     skip_train: bool = False

@@ -1,0 +1,188 @@
+"""What a run would be: its layout, parameters, memory, batches and schedule, computed from the settings alone.
+
+Torch-free. Parameter counts are exact; memory is an estimate of what the training step itself allocates, with the
+activations after Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4
+(flash attention: their 34 s b h bytes per layer in 16 bits, without the quadratic term).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import optimizer_param_scheduler as schedules
+from megatron.training.config.pretrain_config import PretrainConfig
+
+GIB = 2**30
+
+
+def padded_vocab_size(cfg: PretrainConfig, vocab_size: int) -> int:
+    """Rows of the embedding: the vocabulary rounded up to --make-vocab-size-divisible-by."""
+    multiple = cfg.make_vocab_size_divisible_by
+    return -(-vocab_size // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class ParameterCount:
+    """Parameters of the whole model."""
+
+    embedding: int
+    positions: int
+    per_layer: int
+    num_layers: int
+    final_norm: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        """All of them; a tied output layer counts once."""
+        return self.embedding + self.positions + self.per_layer * self.num_layers + self.final_norm + self.output
+
+
+def count_parameters(cfg: PretrainConfig, vocab_size: int) -> ParameterCount:
+    """Closed form of a dense GPT; ``vocab_size`` before padding."""
+    hidden, ffn, channels = cfg.hidden_size, cfg.ffn_hidden_size, cfg.kv_channels
+    heads, groups = cfg.num_attention_heads, cfg.num_query_groups
+    per_norm = 2 if cfg.normalization == "LayerNorm" else 1
+    gated = 2 if cfg.swiglu or cfg.quick_geglu else 1
+    qkv, bias = (heads + 2 * groups) * channels, int(cfg.add_bias_linear)
+    attention = hidden * qkv + heads * channels * hidden + bias * hidden
+    attention += qkv * int(cfg.add_bias_linear or cfg.add_qkv_bias)
+    attention += 2 * per_norm * channels if cfg.qk_layernorm else 0
+    mlp = hidden * ffn * gated + ffn * hidden + bias * (ffn * gated + hidden)
+    embedding = padded_vocab_size(cfg, vocab_size) * hidden
+    learned = cfg.position_embedding_type == "learned_absolute"
+    return ParameterCount(
+        embedding=embedding,
+        positions=cfg.max_position_embeddings * hidden if learned else 0,
+        per_layer=attention + mlp + 2 * per_norm * hidden,
+        num_layers=cfg.num_layers,
+        final_norm=per_norm * hidden,
+        output=embedding if cfg.untie_embeddings_and_output_weights else 0,
+    )
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """Their sum; buffers of the allocator, of kernels and of the communication library come on top."""
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def estimate_memory(cfg: PretrainConfig, count: ParameterCount, vocab_size: int) -> MemoryEstimate:
+    """Bytes that one rank of a data-parallel run needs for a training step."""
+    low = cfg.fp16 or cfg.bf16
+    parameters = count.total
+    moments = {"adam": 8, "sgd": 4 if cfg.sgd_momentum else 0}.get(cfg.optimizer, 8)
+    tokens = cfg.seq_length * cfg.micro_batch_size
+    per_token_and_layer = 34 * cfg.hidden_size * (1 if low else 2)
+    logits = tokens * padded_vocab_size(cfg, vocab_size) * (2 + 4 if low else 4 + 4)
+    return MemoryEstimate(
+        weights=parameters * (2 if low else 4),
+        gradients=parameters * (4 if cfg.accumulate_allreduce_grads_in_fp32 else 2),
+        optimizer=parameters * (moments + (4 if low else 0)),
+        activations=tokens * per_token_and_layer * cfg.num_layers + logits,
+    )
+
+
+def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
+    """Vocabulary size and where it is from, without building the tokenizer; None where that would be needed."""
+    if cfg.vocab_size is not None:
+        return cfg.vocab_size, "--vocab-size"
+    if cfg.tokenizer_type == "ByteLevelTokenizer":
+        return 257, cfg.tokenizer_type
+    path = cfg.vocab_file
+    if path is not None and path.endswith(".json"):
+        with open(path, encoding="utf-8") as file:
+            return len(json.load(file)), path
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
+            return sum(1 for line in file if line.strip()), path
+    return None, "unknown"
+
+
+def dry_run_report(cfg: PretrainConfig) -> str:
+    """The report that ``--dry-run`` prints, for a resolved and checked configuration."""
+    sections = {
+        "layout": _layout(cfg),
+        "model": _model(cfg),
+        "batches": _batches(cfg),
+        "schedule": _schedule(cfg),
+    }
+    lines = []
+    for title, rows in sections.items():
+        lines.append(title)
+        lines += [f"  {name:<26} {value}" for name, value in rows]
+    return "\n".join([*lines, "the settings are consistent; nothing was started", ""])
+
+
+Rows = Iterator[tuple[str, Any]]
+
+
+def _layout(cfg: PretrainConfig) -> Rows:
+    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    dp = cfg.data_parallel_size
+    yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
+    yield "expert-parallel ranks", f"{cfg.expert_model_parallel_size}, taken from the data-parallel ones"
+    yield "rank order", "tensor, context, expert, data, pipeline (fastest first)"
+    yield "backend", f"{cfg.distributed_backend}, layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}"
+
+
+def _model(cfg: PretrainConfig) -> Rows:
+    precision = "fp16" if cfg.fp16 else "bf16" if cfg.bf16 else "fp32"
+    vocab_size, source = vocab_size_of(cfg)
+    heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
+    yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
+    if vocab_size is None:
+        yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
+    else:
+        yield "vocabulary", f"{vocab_size} ({source}), padded to {padded_vocab_size(cfg, vocab_size)}"
+    count = count_parameters(cfg, vocab_size or 0)
+    without = "" if vocab_size else " without the embedding"
+    yield "parameters", f"{count.total:,}{without}, of which {count.per_layer:,} per layer"
+    memory = estimate_memory(cfg, count, vocab_size or 0)
+    for name in ("weights", "gradients", "optimizer", "activations", "total"):
+        yield (
+            f"GiB per rank, {name}",
+            f"{getattr(memory, name) / GIB:.2f}" + (f" ({precision})" if name == "weights" else ""),
+        )
+
+
+def _batches(cfg: PretrainConfig) -> Rows:
+    dp, micro, length = cfg.data_parallel_size, cfg.micro_batch_size, cfg.seq_length
+    for plateau in batch_sizes.batch_size_plateaus(cfg):
+        steps = plateau.size // (micro * dp)
+        text = (
+            f"{plateau.size} sequences = {micro} x {dp} ranks x {steps} micro-batches, {plateau.size * length:,} tokens"
+        )
+        yield f"from sample {plateau.first_sample:,}", text
+    if cfg.train_iters:
+        samples = cfg.train_samples or batch_sizes.samples_from_iters(cfg, cfg.train_iters, dp)
+        yield "training", f"{cfg.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
+    if cfg.eval_iters:
+        every = f"every {cfg.eval_interval:,} iterations" if cfg.eval_interval else "only after training"
+        yield "evaluation", f"{cfg.eval_iters} batches of {cfg.eval_global_batch_size}, {every}"
+
+
+def _schedule(cfg: PretrainConfig) -> Rows:
+    if cfg.skip_train or cfg.lr is None:
+        yield "learning rate", "none: nothing is trained"
+        return
+    plan = schedules.schedule_plan(cfg)
+    yield "learning rate", f"{cfg.lr_decay_style}, {plan.init_lr:g} -> {plan.max_lr:g} -> {plan.min_lr:g}"
+    yield "samples", f"{plan.lr_warmup_steps:,.0f} of warm-up, {plan.lr_decay_steps:,} until the minimum"
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        samples = int(share * plan.lr_decay_steps)
+        yield f"at sample {samples:,}", f"{schedules.learning_rate(plan, samples):.6E}"
+    yield "weight decay", f"{plan.start_wd:g} -> {plan.end_wd:g} ({plan.wd_incr_style})"
