@@ -66,7 +66,9 @@ def test_two_sources_are_refused_by_name():
         get_blend_and_blend_per_split(flags(data_args_path="x", valid_data_path=["a"]))
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"val": ["a"]}', '{"train": "a"}', '{"train": [["a"]]}', '{"train": []}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"val": ["a"]}', '{"train": "a"}', '{"train": [["a"]]}', '{"train": []}']
+)
 def test_a_wrong_per_split_file_is_refused(tmp_path, content):
     path = tmp_path / "x.json"
     path.write_text(content)
@@ -87,7 +89,9 @@ def test_random_files_are_parsed_or_refused(tmp_path_factory, content):
             assert "args-path" in str(error)
 
 
-@pytest.mark.parametrize("split", ["969, 30, 1", "'969,30,1'", '"969 30 1"', "96.9%,3.0%,.1%", "969/30/1", "[969, 30, 1]"])
+@pytest.mark.parametrize(
+    "split", ["969, 30, 1", "'969,30,1'", '"969 30 1"', "96.9%,3.0%,.1%", "969/30/1", "[969, 30, 1]"]
+)
 def test_spellings_of_a_split(split):
     assert parse_and_normalize_split(split) == pytest.approx([0.969, 0.03, 0.001], abs=1e-15)
 

@@ -11,7 +11,7 @@ from megatron.data.gpt_index import build_gpt_indices, plan_epochs
 def stream_by_the_rules(lengths, documents, num_samples, sequence_length, seed, extra=1):
     """Every sample as a list of (document, token offset), in training order.
 
-    Count epochs one by one until there are enough tokens; decide on the last epoch; shuffle documents, then samples, with
+    Count epochs one by one until there are enough tokens; decide on the last epoch; shuffle documents and samples with
     one generator; write out every token of every document in order; cut.
     """
     tokens_per_epoch = sum(lengths[document] for document in documents)
@@ -97,7 +97,11 @@ def test_a_last_epoch_is_kept_apart_below_eighty_percent():
     assert plan_epochs(1000, 99 + 79, 10, 1).samples_before_final_epoch is None
     plan = plan_epochs(1000, 150, 10, 1)
     indices = build_gpt_indices(np.full(100, 10, dtype=np.int32), np.arange(100, dtype=np.int32), plan, 10, 1234)
-    assert sorted(indices.document_index[:100].tolist()) == sorted(indices.document_index[100:].tolist()) == list(range(100))
+    assert (
+        sorted(indices.document_index[:100].tolist())
+        == sorted(indices.document_index[100:].tolist())
+        == list(range(100))
+    )
     assert sorted(indices.shuffle_index[:99].tolist()) == list(range(99))
     assert sorted(indices.shuffle_index[99:].tolist()) == list(range(99, 199))
 

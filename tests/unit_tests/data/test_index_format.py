@@ -112,7 +112,9 @@ def test_random_bytes_never_crash(tmp_path, index, tokens):
 
 
 @fuzz
-@given(edits=st.lists(st.tuples(st.integers(0, 121), st.integers(0, 255)), min_size=1, max_size=6), cut=st.integers(0, 122))
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 121), st.integers(0, 255)), min_size=1, max_size=6), cut=st.integers(0, 122)
+)
 def test_mutated_index_never_crashes(prefix, edits, cut):
     original = Path(prefix + ".idx").read_bytes()
     content = bytearray(original)

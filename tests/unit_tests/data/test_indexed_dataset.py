@@ -283,7 +283,11 @@ def test_offsets_beyond_four_gigabytes(tmp_path, mmap):
     total = int(lengths.sum()) * 2
     pointers = np.concatenate(([0], np.cumsum(lengths)[:-1])) * 2
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
-    body = lengths.astype("<i4").tobytes() + pointers.astype("<i8").tobytes() + np.arange(count + 1).astype("<i8").tobytes()
+    body = (
+        lengths.astype("<i4").tobytes()
+        + pointers.astype("<i8").tobytes()
+        + np.arange(count + 1).astype("<i8").tobytes()
+    )
     Path(prefix + ".idx").write_bytes(header + body)
     with open(prefix + ".bin", "wb") as stream:
         stream.seek(total - 4)
