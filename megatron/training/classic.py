@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.enums import ModelType
-from megatron.core.models.common.vocabulary import padded_vocab_size
+from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import configure_logging, rank_from_environment, world_size_from_environment

@@ -1,0 +1,128 @@
+"""Whole runs: resuming changes no bit, ranks and micro-batches change no loss, bad data stops with its reason."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from tests.test_utils.gpt_runs import VOCAB_SIZE, losses, read_records, train, write_dataset
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
+
+
+def data_flags(dataset, save):
+    return ["--data-path", str(dataset), "--split", "80,10,10", "--save", str(save)]
+
+
+def digests(checkpoint):
+    """File name -> sha256 of every tensor file of a checkpoint."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.glob("*.safetensors")}
+
+
+PRECISIONS = {
+    "fp32": ["--eval-interval", "3"],
+    "bf16": ["--bf16", "--attention-dropout", "0"],
+    "fp16": ["--fp16", "--initial-loss-scale", "65536", "--loss-scale-window", "3"],
+    "sgd": ["--optimizer", "sgd", "--rampup-batch-size", "4", "4", "12", "--lr", "1e-1"],
+}
+
+
+@pytest.mark.parametrize("flags", PRECISIONS.values(), ids=PRECISIONS.keys())
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_resuming_changes_no_bit(gloo_pool, dataset, tmp_path, world_size, flags):
+    """Train 8 iterations; train 4, resume, train 4: equal metrics files, equal weights, moments and counters."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    argv = flags + ["--save-interval", "4"]
+    assert gloo_pool.run(train, world_size, argv + data_flags(dataset, whole)) == [0] * world_size
+    resumable = argv + data_flags(dataset, parts) + ["--load", str(parts)]
+    assert gloo_pool.run(train, world_size, resumable + ["--exit-interval", "4"]) == [0] * world_size
+    assert (parts / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert gloo_pool.run(train, world_size, resumable) == [0] * world_size
+    assert (whole / "metrics.jsonl").read_bytes() == (parts / "metrics.jsonl").read_bytes()
+    assert digests(whole / "iter_0000008") == digests(parts / "iter_0000008") != {}
+
+
+def test_ranks_and_micro_batches_change_no_loss(gloo_pool, dataset, tmp_path):
+    """Dropout on, loss masked at document ends: the same losses to fp32 rounding for any data-parallel layout."""
+    layouts = {"one": (1, 8), "micro": (1, 2), "two": (2, 2), "four": (4, 1)}
+    flags = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
+    results = {}
+    for name, (world_size, micro_batch_size) in layouts.items():
+        argv = flags + data_flags(dataset, tmp_path / name) + ["--micro-batch-size", str(micro_batch_size)]
+        gloo_pool.run(train, world_size, argv)
+        results[name] = losses(tmp_path / name)
+    for name in ("micro", "two", "four"):
+        np.testing.assert_allclose(results[name], results["one"], rtol=2e-5, err_msg=name)
+    assert results["one"][-1] < results["one"][0]
+
+
+def test_evaluations_of_the_same_weights_agree_exactly(gloo_pool, dataset, tmp_path):
+    flags = data_flags(dataset, tmp_path / "run") + ["--eval-interval", "8"]
+    gloo_pool.run(train, 2, flags)
+    records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid"]
+    assert len(records) == 2 and records[0]["lm loss"] == records[1]["lm loss"]
+
+
+def test_skipped_iterations_consume_data_and_leave_weights(gloo_pool, dataset, tmp_path):
+    flags = data_flags(dataset, tmp_path / "run") + ["--iterations-to-skip", "2", "3"]
+    gloo_pool.run(train, 1, flags)
+    records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "train"]
+    assert [record["skipped"] for record in records] == [False, True, True] + [False] * 5
+    assert [record["consumed_samples"] for record in records] == [8 * i for i in range(1, 9)]
+
+
+def refused(gloo_pool, capfd, argv):
+    """The message of a run that must not start."""
+    codes = gloo_pool.run(train, 1, argv)
+    assert codes != [0]
+    return capfd.readouterr().err
+
+
+def test_a_token_beyond_the_vocabulary_is_named(gloo_pool, tmp_path, capfd):
+    from megatron.data.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{tmp_path}/bad.bin", dtype=np.uint16)
+    for _ in range(40):
+        builder.add_document(np.full(50, VOCAB_SIZE + 5), [50])
+    builder.finalize(f"{tmp_path}/bad.idx")
+    message = refused(gloo_pool, capfd, ["--data-path", f"{tmp_path}/bad", "--split", "80,10,10"])
+    assert f"token id {VOCAB_SIZE + 5} in document" in message and "Traceback" not in message
+
+
+def test_an_empty_validation_split_is_refused_with_the_fix(gloo_pool, dataset, capfd):
+    message = refused(gloo_pool, capfd, ["--data-path", str(dataset), "--split", "100,0,0", "--eval-interval", "2"])
+    assert "--split" in message and "--eval-iters" in message
+
+
+def test_truncated_data_is_refused(gloo_pool, dataset, tmp_path, capfd):
+    (tmp_path / "cut.idx").write_bytes(dataset.with_suffix(".idx").read_bytes())
+    (tmp_path / "cut.bin").write_bytes(dataset.with_suffix(".bin").read_bytes()[:-10])
+    message = refused(gloo_pool, capfd, ["--data-path", str(tmp_path / "cut"), "--split", "80,10,10"])
+    assert "cut.bin" in message and "Traceback" not in message
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run(gloo_pool, dataset, tmp_path, capfd):
+    message = refused(gloo_pool, capfd, data_flags(dataset, tmp_path / "run") + ["--lr", "1e30", "--clip-grad", "0"])
+    assert "iteration" in message and "--lr" in message and "Traceback" not in message
+
+
+def test_all_contradictions_are_reported_at_once(dataset):
+    from megatron.core.cli import ConfigError
+    from megatron.training.arguments import parse_args, validate_args
+    from tests.test_utils.gpt_runs import MODEL_FLAGS
+
+    argv = MODEL_FLAGS + ["--data-path", str(dataset), "--fp16", "--bf16", "--global-batch-size", "7", "--fp8-format", "hybrid"]
+    with pytest.raises(ConfigError) as error:
+        validate_args(parse_args(argv), world_size=2)
+    for flag in ("--fp16", "--global-batch-size", "--fp8-format"):
+        assert flag in str(error.value)
+
+
+def test_metrics_hold_plain_json(gloo_pool, dataset, tmp_path):
+    gloo_pool.run(train, 1, data_flags(dataset, tmp_path / "run"))
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        assert {"kind", "iteration", "consumed_samples"} <= set(json.loads(line))

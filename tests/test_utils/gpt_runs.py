@@ -1,0 +1,48 @@
+"""Whole training runs of a tiny GPT, inside a test: the program of ``pretrain_gpt.py`` without a new interpreter."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+VOCAB_SIZE = 64
+
+MODEL_FLAGS = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
+    "--max-position-embeddings", "32", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCAB_SIZE),
+    "--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--lr-warmup-iters", "2",
+    "--train-iters", "8", "--eval-iters", "2", "--num-workers", "0", "--log-interval", "2",
+]  # fmt: skip
+
+
+def write_dataset(prefix: Path, num_documents: int = 60, seed: int = 0) -> Path:
+    """Documents that count upwards modulo the vocabulary, of 20 to 90 tokens: something to learn."""
+    from megatron.data.indexed_dataset import IndexedDatasetBuilder
+
+    generator = np.random.default_rng(seed)
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for _ in range(num_documents):
+        length, start = generator.integers(20, 90), generator.integers(0, VOCAB_SIZE - 1)
+        document = (start + np.arange(length)) % (VOCAB_SIZE - 1)
+        builder.add_document(np.append(document, VOCAB_SIZE - 1), [length + 1])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def train(rank: int, world_size: int, argv: list[str]) -> int:
+    """``pretrain_gpt.py`` with ``argv`` on one rank of the pool; the exit code."""
+    from megatron.training.arguments import parse_args
+    from megatron.training.pretrain import run
+    from megatron.training.tasks.gpt import GPTTask
+
+    return run(parse_args(MODEL_FLAGS + argv), GPTTask)
+
+
+def read_records(path: Path) -> list[dict]:
+    """The records of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    """The training losses of a run saved in ``folder``."""
+    return [record["lm loss"] for record in read_records(folder / "metrics.jsonl") if record["kind"] == "train"]
