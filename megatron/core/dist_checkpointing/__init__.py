@@ -1,0 +1,6 @@
+from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointWriteError
+from megatron.core.dist_checkpointing.reader import CheckpointReader, load
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
+from megatron.core.dist_checkpointing.writer import save
+
+__all__ = ["CheckpointError", "CheckpointReader", "CheckpointWriteError", "ShardedTensor", "load", "save"]

@@ -1,0 +1,9 @@
+"""Errors of checkpoints. Every message names the file or tensor, and the reason."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, or does not fit what should be loaded from it."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint could not be written (disk full, no permission …). What was there before is untouched."""

@@ -1,0 +1,64 @@
+"""Small JSON values between ranks. No pickle: what travels is UTF-8 text in byte tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.process_groups import Group
+
+T = TypeVar("T")
+
+
+def all_gather_json(value: Any, group: Group) -> list[Any]:
+    """``value`` of every rank of ``group``, by group rank."""
+    if group.size == 1:
+        return [value]
+    handle = group.host_handle or group.handle
+    device = "cuda" if dist.get_backend(handle) == "nccl" else "cpu"
+    mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
+    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=handle)
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine
+    everyone = [torch.empty_like(padded) for _ in range(group.size)]
+    dist.all_gather(everyone, padded, group=handle)
+    return [json.loads(data[: int(size)].cpu().numpy().tobytes()) for data, size in zip(everyone, sizes)]
+
+
+def from_first_rank(make: Callable[[], T], group: Group) -> T:
+    """What ``make()`` gives on group rank 0 (JSON), on every rank; an exception there is raised everywhere."""
+
+    def only_first() -> Any:
+        return make() if group.is_first else None
+
+    return together(only_first, group)[0]
+
+
+def together(action: Callable[[], T], group: Group, error: type[CheckpointError] = CheckpointError) -> list[T]:
+    """Run ``action`` on every rank and gather the results (JSON). If any rank raised, all raise, naming the first rank.
+
+    Only what a user can cause is caught (``ValueError``, ``OSError``); a bug stays the exception that it is.
+    """
+    result: Any = None
+    message = None
+    caught: Exception | None = None
+    try:
+        result = action()
+    except (ValueError, OSError) as problem:
+        caught = problem
+        message = str(problem) if isinstance(problem, CheckpointError) else f"{type(problem).__name__}: {problem}"
+    replies = all_gather_json([message, result], group)
+    failures = [(rank, text) for rank, (text, _) in enumerate(replies) if text is not None]
+    if failures:
+        rank, text = failures[0]
+        where = f"rank {group.ranks[rank]}: " if group.size > 1 else ""
+        further = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        raise error(f"{where}{text}{further}") from caught
+    return [value for _, value in replies]

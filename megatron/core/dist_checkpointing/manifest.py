@@ -1,0 +1,166 @@
+"""``metadata.json``: what a checkpoint directory holds, with the checksums of every byte of it.
+
+One line of JSON that ends in the sha256 of all that precedes::
+
+    {"format": …, "format_version": 1, "run_id": …, "world_size": …, "objects": {…},
+     "assets": {folder/file: {"bytes", "crc32"}},
+     "files": {file: {"bytes", "header_bytes", "header_crc32"}},
+     "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key", "start", "crc32": [blocks]}]}},
+     "sha256": "…"}
+
+Files are safetensors; their names are plain names, never paths. A reader needs no pickle and trusts no name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.sharded_tensor import DTYPES
+
+MANIFEST = "metadata.json"
+FORMAT = "megatron-sharded-safetensors"
+FORMAT_VERSION = 1
+BLOCK_BYTES = 16 * 2**20
+"""Unit of the checksums within a chunk, of staging on save, and of reading."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+ASSET_NAME = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SUFFIX = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n')
+_SUFFIX_BYTES = len(b',"sha256":"') + 64 + len(b'"}\n')
+
+
+def encode(manifest: dict[str, Any]) -> bytes:
+    """The file's bytes."""
+    body = json.dumps(manifest, separators=(",", ":"), sort_keys=True).encode()[:-1]
+    return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def decode(data: bytes, path: Path) -> dict[str, Any]:
+    """Inverse of :func:`encode`; ``CheckpointError`` for anything that is not exactly such a file."""
+    body, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
+    match = _SUFFIX.fullmatch(suffix)
+    if not match or hashlib.sha256(body).hexdigest().encode() != match[1]:
+        raise CheckpointError(f"{path}: damaged or incomplete (its checksum does not match)")
+    try:
+        manifest = json.loads(body + b"}")
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: not a checkpoint of format {FORMAT}")
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format version {manifest.get('format_version')}, this program reads version {FORMAT_VERSION}"
+        )
+    _check_structure(manifest, path)
+    return manifest
+
+
+def _is_sizes(value: Any, length: int | None = None) -> bool:
+    return (
+        isinstance(value, list)
+        and all(type(item) is int and 0 <= item < 2**63 for item in value)
+        and (length is None or len(value) == length)
+    )
+
+
+def _check_structure(manifest: dict[str, Any], path: Path) -> None:
+    """Anybody can make a valid checksum: names and numbers are checked too."""
+    files, tensors = manifest.get("files"), manifest.get("tensors")
+    if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(manifest.get("objects"), dict):
+        raise CheckpointError(f"{path}: files, tensors or objects are missing")
+    for name, entry in files.items():
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: refuses the file name {name!r}: only plain *.safetensors names are allowed")
+        numbers = ("bytes", "header_bytes", "header_crc32")
+        if not isinstance(entry, dict) or not _is_sizes([entry.get(key) for key in numbers]):
+            raise CheckpointError(f"{path}: the entry of file {name} is malformed")
+    assets = manifest.get("assets")
+    for name, entry in (assets if isinstance(assets, dict) else {"": None}).items():
+        if not ASSET_NAME.fullmatch(name) or not isinstance(entry, dict):
+            raise CheckpointError(f"{path}: refuses the asset {name!r}")
+    for name, entry in tensors.items():
+        shape: Any = entry.get("shape") if isinstance(entry, dict) else None
+        known = _is_sizes(shape) and entry.get("dtype") in DTYPES and isinstance(entry.get("chunks"), list)
+        if not known:
+            raise CheckpointError(f"{path}: the entry of tensor {name} is malformed")
+        for chunk in entry["chunks"]:
+            _check_chunk(chunk, shape, DTYPES[entry["dtype"]].itemsize, files, f"{path}: tensor {name}")
+
+
+def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, Any], where: str) -> None:
+    fits = (
+        isinstance(chunk, dict) and chunk.get("file") in files and isinstance(chunk.get("key"), str)
+        and _is_sizes(chunk.get("offsets"), len(shape)) and _is_sizes(chunk.get("shape"), len(shape))
+        and _is_sizes([chunk.get("start")]) and _is_sizes(chunk.get("crc32"))
+        and all(o + n <= total for o, n, total in zip(chunk["offsets"], chunk["shape"], shape))
+    )  # fmt: skip
+    size = math.prod(chunk["shape"]) * itemsize if fits else 0
+    if (
+        not fits
+        or chunk["start"] + size > files[chunk["file"]]["bytes"]
+        or len(chunk["crc32"]) != -(-size // BLOCK_BYTES)
+    ):
+        raise CheckpointError(f"{where}: malformed chunk")
+
+
+def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of ``directory``, after checking that exactly its files are there, in their sizes.
+
+    Raises:
+        CheckpointError: naming every missing, foreign or wrongly sized file.
+    """
+    directory = Path(directory)
+    path = directory / MANIFEST
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise CheckpointError(f"{path}: not a regular file")
+        manifest = decode(path.read_bytes(), path)
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory}: no checkpoint ({MANIFEST} is missing)") from None
+    problems = []
+    for name, entry in manifest["files"].items():
+        try:
+            status = (directory / name).lstat()
+        except FileNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
+        if not stat.S_ISREG(status.st_mode):
+            problems.append(f"{name} is not a regular file")
+        elif status.st_size != entry["bytes"]:
+            problems.append(f"{name} has {status.st_size} bytes instead of {entry['bytes']}")
+    foreign = {path.name for path in directory.glob("*.safetensors")} - set(manifest["files"])
+    problems += [f"{name} does not belong to it" for name in sorted(foreign)]
+    if problems:
+        raise CheckpointError(f"{directory}: the checkpoint is damaged: {'; '.join(problems)}")
+    return manifest
+
+
+def check_coverage(manifest: dict[str, Any]) -> None:
+    """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once."""
+    problems = []
+    for name, entry in manifest["tensors"].items():
+        boxes = [(chunk["offsets"], chunk["shape"]) for chunk in entry["chunks"]]
+        if sum(math.prod(shape) for _, shape in boxes) != math.prod(entry["shape"]) or _overlap(boxes):
+            problems.append(f"{name} of shape {entry['shape']} is not covered exactly once by {boxes}")
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _overlap(boxes: list[tuple[list[int], list[int]]]) -> bool:
+    """Whether two of the rectangles share an element; a sweep along the first dim keeps it near linear."""
+    boxes = sorted(boxes)
+    for i, (offsets, shape) in enumerate(boxes):
+        for other, other_shape in boxes[i + 1 :]:
+            if shape and other[0] >= offsets[0] + shape[0]:
+                break
+            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(offsets, shape, other, other_shape)):
+                return True
+    return False

@@ -1,0 +1,235 @@
+"""Reads rectangles of global tensors out of a checkpoint directory, whatever rectangles it was written in.
+
+Only the blocks that a rank needs are read, and each is checked against its crc32 before anything is used. Files are
+opened by plain name inside the directory and never through a symbolic link.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.exchange import together
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest
+from megatron.core.dist_checkpointing.sharded_tensor import DTYPES, ShardedTensor
+from megatron.core.process_groups import Group
+
+_LISTED = 40
+"""Problems spelled out in one message."""
+
+Box = tuple[Sequence[int], Sequence[int]]
+
+
+def load(
+    sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
+    allow_unused: Iterable[str] = (), group: Group | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Fill the local tensors of ``sharded_state_dict`` in place; the same tensors, by key.
+
+    Collective over ``group``. Nothing is changed on any rank unless every rank finds all it asks for.
+
+    Args:
+        sharded_state_dict: this rank's rectangles.
+        checkpoint_dir: the checkpoint.
+        allow_unused: prefixes of names that no rank needs to ask for. Any other stored name must be asked for.
+        group: all ranks; by default the world of ``parallel_state``.
+
+    Raises:
+        CheckpointError: damage, missing or unused names, other shapes; all of them listed.
+    """
+    group = group or parallel_state.get_process_groups().world
+    return load_from(together_reader(checkpoint_dir, group), sharded_state_dict, allow_unused=allow_unused, group=group)
+
+
+def load_from(
+    reader: CheckpointReader, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
+    group: Group,
+) -> dict[str, Tensor]:  # fmt: skip
+    """:func:`load` from an opened checkpoint."""
+    names = sorted({tensor.name for tensor in sharded_state_dict.values()})
+    asked = together(lambda: names, group)
+
+    def check() -> None:
+        problems = reader.misfits(sharded_state_dict.values())
+        everyone = set().union(*asked)
+        allowed = tuple(allow_unused)
+        unused = [name for name in reader.names if name not in everyone and not name.startswith(allowed)]
+        problems += [f"{name} is stored but not used" for name in unused]
+        if problems:
+            listed = "; ".join(problems[:_LISTED]) + ("; …" if len(problems) > _LISTED else "")
+            raise CheckpointError(f"{reader.directory} does not fit ({len(problems)} problems): {listed}")
+
+    together(check, group)
+
+    def fill() -> None:
+        for tensor in sharded_state_dict.values():
+            reader.read_into(tensor)
+
+    together(fill, group)
+    return {key: tensor.local for key, tensor in sharded_state_dict.items()}
+
+
+def together_reader(checkpoint_dir: str | os.PathLike, group: Group) -> CheckpointReader:
+    """A reader per rank; if one rank cannot open the checkpoint, all raise."""
+    readers: list[CheckpointReader] = []
+    together(lambda: readers.append(CheckpointReader(checkpoint_dir)), group)
+    return readers[0]
+
+
+class CheckpointReader:
+    """One checkpoint directory, opened and checked for completeness. Needs no process group.
+
+    Args:
+        checkpoint_dir: ``…/iter_0001000``.
+    """
+
+    def __init__(self, checkpoint_dir: str | os.PathLike) -> None:
+        self.directory = Path(checkpoint_dir)
+        self.manifest = read_manifest(self.directory)
+        self.objects: dict[str, Any] = self.manifest["objects"]
+        self._checked_headers: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """Stored tensors."""
+        return sorted(self.manifest["tensors"])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Global shape of a stored tensor."""
+        return tuple(self.manifest["tensors"][name]["shape"])
+
+    def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
+        """Names that are not stored, or in another shape or kind of number."""
+        problems = []
+        for tensor in tensors:
+            entry = self.manifest["tensors"].get(tensor.name)
+            if entry is None:
+                problems.append(f"{tensor.name} is missing")
+            elif tuple(entry["shape"]) != tuple(tensor.global_shape):
+                problems.append(f"{tensor.name} has shape {entry['shape']}, expected {list(tensor.global_shape)}")
+            elif DTYPES[entry["dtype"]].is_floating_point != tensor.local.dtype.is_floating_point:
+                problems.append(f"{tensor.name} holds {entry['dtype']}, expected {tensor.local.dtype}")
+        return problems
+
+    def read(self, name: str) -> Tensor:
+        """A whole global tensor."""
+        entry = self.manifest["tensors"][name]
+        whole = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        self.read_into(ShardedTensor(name, whole, tuple(entry["shape"]), (0,) * whole.ndim))
+        return whole
+
+    @torch.no_grad()
+    def read_into(self, tensor: ShardedTensor) -> None:
+        """Fill ``tensor.local`` from the chunks that intersect it."""
+        entry = self.manifest["tensors"][tensor.name]
+        dtype = DTYPES[entry["dtype"]]
+        filled = 0
+        for chunk in entry["chunks"]:
+            box = _intersection((chunk["offsets"], chunk["shape"]), (tensor.offsets, tensor.local.shape))
+            if box is None:
+                continue
+            offsets, lengths = box
+            target = tensor.local.detach()
+            for dim, (offset, length) in enumerate(zip(offsets, lengths)):
+                target = target.narrow(dim, offset - tensor.offsets[dim], length)
+            self._read_chunk(tensor.name, chunk, dtype, (offsets, lengths), target)
+            filled += math.prod(lengths)
+        if filled != tensor.local.numel():
+            raise CheckpointError(f"{self.directory}: {tensor.name} is stored only in part")
+
+    def _read_chunk(self, name: str, chunk: dict, dtype: torch.dtype, box: Box, target: Tensor) -> None:
+        """Copy the rectangle ``box`` (global coordinates) of ``chunk`` to ``target``, some rows at a time."""
+        self._check_header(chunk["file"])
+        if target.ndim == 0:
+            target.copy_(self._rows(name, chunk, dtype, 0, 1).reshape(()))
+            return
+        row_bytes = max(math.prod(chunk["shape"][1:]) * dtype.itemsize, 1)
+        first = box[0][0] - chunk["offsets"][0]
+        rows_at_once = max(4 * BLOCK_BYTES // row_bytes, 1)
+        for start in range(0, box[1][0], rows_at_once):
+            count = min(rows_at_once, box[1][0] - start)
+            rows = self._rows(name, chunk, dtype, first + start, count)
+            for dim in range(1, rows.ndim):
+                rows = rows.narrow(dim, box[0][dim] - chunk["offsets"][dim], box[1][dim])
+            target[start : start + count].copy_(rows)
+
+    def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:
+        """Rows ``first`` to ``first + count`` of a chunk, from checked blocks."""
+        row_shape = chunk["shape"][1:]
+        row_bytes = math.prod(row_shape) * dtype.itemsize
+        total = math.prod(chunk["shape"]) * dtype.itemsize
+        begin, end = first * row_bytes, (first + count) * row_bytes
+        first_block, last_block = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
+        data = bytearray(min(last_block * BLOCK_BYTES, total) - first_block * BLOCK_BYTES)
+        view = memoryview(data)
+        self._read_at(chunk["file"], chunk["start"] + first_block * BLOCK_BYTES, view)
+        for block in range(first_block, last_block):
+            at = (block - first_block) * BLOCK_BYTES
+            if zlib.crc32(view[at : at + BLOCK_BYTES]) != chunk["crc32"][block]:
+                path = self.directory / chunk["file"]
+                raise CheckpointError(f"{path}: {name} is damaged (its checksum does not match)")
+        begin -= first_block * BLOCK_BYTES
+        values = torch.frombuffer(data, dtype=dtype, offset=begin, count=count * math.prod(row_shape))
+        return values.view(count, *row_shape)
+
+    def _check_header(self, file: str) -> None:
+        """Other readers of safetensors use the header: it must be intact, and of this checkpoint."""
+        if file in self._checked_headers:
+            return
+        entry = self.manifest["files"][file]
+        header = bytearray(entry["header_bytes"])
+        self._read_at(file, 0, memoryview(header))
+        if zlib.crc32(header) != entry["header_crc32"]:
+            raise CheckpointError(f"{self.directory / file}: its header is damaged or of another checkpoint")
+        self._checked_headers.add(file)
+
+    def _read_at(self, file: str, position: int, view: memoryview) -> None:
+        try:
+            descriptor = os.open(self.directory / file, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise CheckpointError(f"{self.directory / file}: cannot be opened ({error.strerror})") from error
+        with open(descriptor, "rb", buffering=0) as stream:
+            stream.seek(position)
+            done = 0
+            while done < len(view):
+                count = stream.readinto(view[done:])
+                if not count:
+                    raise CheckpointError(f"{self.directory / file}: ends early")
+                done += count
+
+    def verify_assets(self) -> list[str]:
+        """Damaged or missing copied files."""
+        problems = []
+        for name, entry in self.manifest["assets"].items():
+            path = self.directory / name
+            intact = path.is_file() and not path.is_symlink() and path.stat().st_size == entry["bytes"]
+            if not intact or zlib.crc32(path.read_bytes()) != entry["crc32"]:
+                problems.append(f"{path} is damaged or missing")
+        return problems
+
+    def verify(self) -> None:
+        """Check every byte of every file; ``CheckpointError`` lists all damage."""
+        problems = self.verify_assets()
+        for name in self.names:
+            try:
+                self.read(name)
+            except CheckpointError as error:
+                problems.append(str(error))
+        if problems:
+            raise CheckpointError("; ".join(dict.fromkeys(problems)))
+
+
+def _intersection(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
+    """Offsets and lengths of what two rectangles share; None for nothing."""
+    offsets = [max(x, y) for x, y in zip(a[0], b[0])]
+    lengths = [min(x + n, y + m) - o for x, n, y, m, o in zip(a[0], a[1], b[0], b[1], offsets)]
+    return None if any(length <= 0 for length in lengths) else (offsets, lengths)

@@ -1,0 +1,290 @@
+"""Writes one directory of sharded tensors, all ranks together.
+
+Every rank writes its own safetensors files, streamed in blocks so that staging stays small. What several ranks hold is
+written once, by the rank with the least to write so far. Everything goes into a hidden directory beside the final one;
+files and directories are fsynced, rank 0 adds the manifest, and one rename makes it a checkpoint. A failure on any rank
+raises on all of them and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointWriteError
+from megatron.core.dist_checkpointing.exchange import all_gather_json, from_first_rank, together
+from megatron.core.dist_checkpointing.manifest import (
+    BLOCK_BYTES,
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    check_coverage,
+    encode,
+)
+from megatron.core.dist_checkpointing.sharded_tensor import DTYPE_NAMES, ShardedTensor
+from megatron.core.process_groups import Group
+
+Fault = Callable[[str], None]
+"""Called with the name of each phase boundary; tests end the process there."""
+
+TEMPORARY = ".tmp-"
+REPLACED = ".old"
+
+
+def no_fault(phase: str) -> None:
+    """Training's own: nothing happens."""
+
+
+def save(
+    sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
+    objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
+    group: Group | None = None, fault: Fault = no_fault,
+) -> None:  # fmt: skip
+    """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, replacing one of that name.
+
+    Collective over ``group``.
+
+    Args:
+        sharded_state_dict: this rank's rectangles; the keys are ignored, the tensors' own names count.
+        checkpoint_dir: the final name; on a file system that all ranks share.
+        objects: JSON values; those of the first rank are stored.
+        assets: files that the first rank copies along: name in the checkpoint (``folder/file``) -> source.
+        group: all ranks; by default the world of ``parallel_state``.
+
+    Raises:
+        CheckpointWriteError: on all ranks, if any of them could not write.
+    """
+    group = group or parallel_state.get_process_groups().world
+    final = Path(checkpoint_dir)
+    tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
+    mine = _plan(tensors, group)
+    fault("before_directory")
+    run_id = from_first_rank(lambda: uuid.uuid4().hex, group)
+    temporary = final.with_name(f".{final.name}{TEMPORARY}{run_id[:8]}")
+    try:
+        together(lambda: temporary.mkdir(parents=True) if group.is_first else None, group, CheckpointWriteError)
+        writer = _RankWriter(temporary, run_id, group.rank, fault)
+        written = together(lambda: writer.write([tensors[key] for key in mine]), group, CheckpointWriteError)
+        fault("after_shards")
+        shapes = _empty_tensors(sharded_state_dict)
+
+        def publish() -> None:
+            if not group.is_first:
+                return
+            top = {"run_id": run_id, "world_size": group.size, "objects": objects or {}}
+            top["assets"] = {name: _copy(Path(source), temporary / name) for name, source in (assets or {}).items()}
+            manifest = _merge(written, dict(shapes), top)
+            fault("before_manifest")
+            _write_file(temporary / MANIFEST, encode(manifest))
+            fsync_directory(temporary)
+            fault("before_rename")
+            _publish(temporary, final, fault)
+            fault("after_rename")
+
+        together(publish, group, CheckpointWriteError)
+    except CheckpointError:
+        if group.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if final.parent.is_dir():
+                recover(final.parent)
+        raise
+
+
+Key = tuple[str, tuple[int, ...]]
+"""Name and offsets of a rectangle."""
+
+
+def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
+    """Keys that this rank writes: each rectangle goes to the least loaded rank that has it, large ones first."""
+    offers = [[key[0], list(key[1]), t.local.numel() * t.local.element_size()] for key, t in tensors.items()]
+    holders: dict[Key, list[int]] = {}
+    sizes: dict[Key, int] = {}
+    for rank, offered in enumerate(all_gather_json(offers, group)):
+        for name, offsets, size in offered:
+            holders.setdefault((name, tuple(offsets)), []).append(rank)
+            sizes[name, tuple(offsets)] = size
+    load = [0] * group.size
+    mine = []
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        owner = min(holders[key], key=lambda rank: (load[rank], rank))
+        load[owner] += sizes[key]
+        if owner == group.rank:
+            mine.append(key)
+    return sorted(mine)
+
+
+def _empty_tensors(tensors: Mapping[str, ShardedTensor]) -> dict[str, dict[str, Any]]:
+    """Manifest entries of global tensors without any element."""
+    empty = [t for t in tensors.values() if math.prod(t.global_shape) == 0]
+    return {t.name: {"shape": list(t.global_shape), "dtype": DTYPE_NAMES[t.local.dtype], "chunks": []} for t in empty}
+
+
+def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], top: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of all ranks' parts; they must agree on shapes and cover every tensor."""
+    files: dict[str, Any] = {}
+    for part in written:
+        files.update(part["files"])
+        for name, shape, dtype, chunk in part["chunks"]:
+            entry = entries.setdefault(name, {"shape": shape, "dtype": dtype, "chunks": []})
+            if entry["shape"] != shape or entry["dtype"] != dtype:
+                raise CheckpointWriteError(
+                    f"{name}: ranks disagree: shape {shape} {dtype} against {entry['shape']} {entry['dtype']}"
+                )
+            entry["chunks"].append(chunk)
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "files": files, "tensors": entries, **top}
+    check_coverage(manifest)
+    return manifest
+
+
+class _RankWriter:
+    """Writes this rank's files: one per first component of the names (``model``, ``optimizer``, …)."""
+
+    def __init__(self, directory: Path, run_id: str, rank: int, fault: Fault) -> None:
+        self.directory, self.run_id, self.rank, self.fault = directory, run_id, rank, fault
+
+    def write(self, tensors: list[ShardedTensor]) -> dict[str, Any]:
+        """``{"files": …, "chunks": [name, shape, dtype, chunk]}``: this rank's part of the manifest."""
+        parts: dict[str, list[ShardedTensor]] = {}
+        for tensor in tensors:
+            parts.setdefault(tensor.name.split(".")[0], []).append(tensor)
+        result: dict[str, Any] = {"files": {}, "chunks": []}
+        for stem, members in parts.items():
+            file_name = f"{stem}_{self.rank:05d}.safetensors"
+            entry, chunks = self._write_file(file_name, members)
+            result["files"][file_name] = entry
+            result["chunks"] += chunks
+        fsync_directory(self.directory)
+        return result
+
+    def _write_file(self, file_name: str, tensors: list[ShardedTensor]) -> tuple[dict[str, int], list[list]]:
+        header, starts = _header(tensors, self.run_id)
+        chunks: list[list] = []
+        with open(self.directory / file_name, "xb") as file:
+            file.write(header)
+            for index, (key, tensor) in enumerate(_keyed(tensors)):
+                if index == len(tensors) // 2:
+                    file.flush()
+                    self.fault("mid_shard")
+                chunk = {
+                    "offsets": list(tensor.offsets), "shape": list(tensor.local.shape), "file": file_name, "key": key,
+                    "start": len(header) + starts[index], "crc32": _write_blocks(file, tensor.local),
+                }  # fmt: skip
+                chunks.append([tensor.name, list(tensor.global_shape), DTYPE_NAMES[tensor.local.dtype], chunk])
+            self.fault("before_fsync")
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+        return {"bytes": size, "header_bytes": len(header), "header_crc32": zlib.crc32(header)}, chunks
+
+
+def _keyed(tensors: list[ShardedTensor]) -> Iterator[tuple[str, ShardedTensor]]:
+    """Keys within a file: the name, with the offsets where it is only a part."""
+    for tensor in tensors:
+        whole = tuple(tensor.local.shape) == tuple(tensor.global_shape)
+        yield tensor.name + ("" if whole else "@" + ",".join(map(str, tensor.offsets))), tensor
+
+
+def _header(tensors: list[ShardedTensor], run_id: str) -> tuple[bytes, list[int]]:
+    """The safetensors header, padded to 8 bytes, and the start of each tensor after it."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "run_id": run_id}}
+    starts, cursor = [], 0
+    for key, tensor in _keyed(tensors):
+        size = tensor.local.numel() * tensor.local.element_size()
+        entries[key] = {
+            "dtype": DTYPE_NAMES[tensor.local.dtype], "shape": list(tensor.local.shape),
+            "data_offsets": [cursor, cursor + size],
+        }  # fmt: skip
+        starts.append(cursor)
+        cursor += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, starts
+
+
+def _write_blocks(file: BinaryIO, tensor: Tensor) -> list[int]:
+    """Appends the bytes of ``tensor``; the crc32 of each block."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    checksums = []
+    for start in range(0, data.numel(), BLOCK_BYTES):
+        block = memoryview(data[start : start + BLOCK_BYTES].cpu().numpy())  # type: ignore[arg-type]
+        checksums.append(zlib.crc32(block))
+        file.write(block)
+    return checksums
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _copy(source: Path, target: Path) -> dict[str, int]:
+    """Copies an asset; its manifest entry."""
+    data = source.read_bytes()
+    target.parent.mkdir(exist_ok=True)
+    _write_file(target, data)
+    fsync_directory(target.parent)
+    return {"bytes": len(data), "crc32": zlib.crc32(data)}
+
+
+def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> None:
+    """``path`` holds either what it held or ``data``, whatever happens."""
+    temporary = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        _write_file(temporary, data)
+        fault("before_tracker_rename")
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes creations and renames in ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(temporary: Path, final: Path, fault: Fault) -> None:
+    """Renames; an existing checkpoint of that name steps aside first. After a crash between, ``recover`` helps."""
+    replaced = final.with_name(f".{final.name}{REPLACED}")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.rename(final, replaced)
+        fault("between_renames")
+    os.rename(temporary, final)
+    fsync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def recover(parent: str | os.PathLike) -> None:
+    """Brings back checkpoints that had stepped aside when their replacement died. For one process alone."""
+    for replaced in Path(parent).glob(f".*{REPLACED}"):
+        final = replaced.with_name(replaced.name[1 : -len(REPLACED)])
+        if not final.exists():
+            os.rename(replaced, final)
+
+
+def remove_leftovers(parent: str | os.PathLike) -> None:
+    """Deletes what interrupted saves and deletions left in ``parent``. For the one process that holds the lock."""
+    recover(parent)
+    for pattern in (f".*{TEMPORARY}*", f".*{REPLACED}"):
+        for path in Path(parent).glob(pattern):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)

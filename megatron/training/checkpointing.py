@@ -1,0 +1,284 @@
+"""Saves and restores a run: weights, optimizer, schedule, counters, random states, settings, tokenizer.
+
+What is on disk is described in ``core/dist_checkpointing`` (one checkpoint) and ``checkpoint_files`` (the folder of
+them). A save that fails leaves every earlier checkpoint as it was and is reported, not raised; a load that cannot be
+exact is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing import writer
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.exchange import from_first_rank
+from megatron.core.dist_checkpointing.manifest import ASSET_NAME
+from megatron.core.dist_checkpointing.reader import CheckpointReader, load_from, together_reader
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, module_tensors, tensors_like
+from megatron.core.dist_checkpointing.writer import Fault, no_fault, remove_leftovers
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups import ProcessGroups
+from megatron.training.arguments import config_to_dict
+from megatron.training.checkpoint_args import apply_checkpoint_args, check_args, load_checkpoint_args
+from megatron.training.checkpoint_files import (
+    Found,
+    SaveLock,
+    delete_checkpoint,
+    find_checkpoint,
+    get_checkpoint_name,
+    read_tracker,
+    saved_iterations,
+    write_tracker,
+)
+from megatron.training.checkpoint_rng import rng_tensors, set_rng_state
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.train_state import TrainState
+
+__all__ = ["Checkpointer", "apply_checkpoint_args", "load_checkpoint_args"]
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """The checkpoints of one run. Every method is collective over all ranks.
+
+    Args:
+        cfg: resolved settings.
+        model_chunks: of this rank, wrapped for data parallelism or not.
+        optimizer: None to save and load weights only.
+        scheduler: of ``optimizer``.
+        groups: this rank's process groups.
+        tokenizer: its fingerprint is stored and compared.
+        fault: see ``dist_checkpointing.writer.Fault``.
+
+    Raises:
+        CheckpointError: another job writes to --save.
+    """
+
+    def __init__(
+        self, cfg: PretrainConfig, model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None, *, groups: ProcessGroups, tokenizer: Any = None,
+        fault: Fault = no_fault,
+    ) -> None:  # fmt: skip
+        self.cfg, self.groups, self.fault = cfg, groups, fault
+        self.chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in model_chunks]
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.tokenizer = None if tokenizer is None else tokenizer.fingerprint
+        self.failed_saves = 0
+        """Saves in a row that failed."""
+        self._lock: SaveLock | None = None
+        self._saved: list[int] = []
+        if cfg.save is not None:
+            from_first_rank(self._take_lock, groups.world)
+
+    def _take_lock(self) -> None:
+        assert self.cfg.save is not None
+        self._lock = SaveLock(self.cfg.save)
+
+    def close(self) -> None:
+        """Lets another job write to --save (the end of the process does so too)."""
+        if self._lock is not None:
+            self._lock.release()
+
+    # ---- saving
+
+    def save(self, state: TrainState) -> bool:
+        """Write ``<save>/iter_…`` and move the tracker; whether that worked."""
+        cfg, world = self.cfg, self.groups.world
+        assert cfg.save is not None, "save() without --save"
+        folder, iteration = cfg.save, state.iteration
+        logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, cfg.ckpt_format)
+        try:
+            from_first_rank(lambda: remove_leftovers(folder), world)
+            writer.save(
+                self._tensors(optimizer=not cfg.no_save_optim, rng=not cfg.no_save_rng),
+                get_checkpoint_name(folder, iteration),
+                objects=self._objects(state), assets=tokenizer_files(cfg), group=world, fault=self.fault,
+            )  # fmt: skip
+            self.fault("before_tracker")
+            from_first_rank(lambda: self._finish(folder, iteration), world)
+        except CheckpointError as error:
+            self.failed_saves += 1
+            logger.error(
+                "saving checkpoint at iteration %d to %s failed, earlier checkpoints are untouched: %s",
+                iteration, folder, error,
+            )  # fmt: skip
+            return False
+        self.failed_saves = 0
+        logger.info(
+            "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
+            iteration, folder, *self._coordinates(),
+        )  # fmt: skip
+        return True
+
+    def _coordinates(self) -> tuple[int, int, int, int]:
+        """Tensor rank and size, pipeline rank and size, counted from 1."""
+        tp, pp = self.groups.tp, self.groups.pp
+        return tp.rank + 1, tp.size, pp.rank + 1, pp.size
+
+    def _finish(self, folder: str, iteration: int) -> None:
+        """Tracker, then retention, on the first rank."""
+        previous = _previous(folder)
+        write_tracker(folder, iteration, self.fault)
+        self.fault("after_tracker")
+        retain = self.cfg.save_retain_interval
+        candidates = {previous, *self._saved} if previous is not None else set(self._saved)
+        self._saved.append(iteration)
+        if not retain:
+            return
+        for old in sorted(candidates & set(saved_iterations(folder))):
+            if old < iteration and old % retain:
+                delete_checkpoint(folder, old, self.fault)
+
+    def _tensors(self, *, optimizer: bool, rng: bool) -> dict[str, ShardedTensor]:
+        """Everything that is stored as tensors, under global names."""
+        tensors: dict[str, ShardedTensor] = {}
+        for chunk in self.chunks:
+            tensors |= module_tensors(chunk, prefix="model.", groups=self.groups)
+        if optimizer and self.optimizer is not None:
+            parameters = self.optimizer.model_params
+            for key, named in self.optimizer.state_dict().items():
+                if key not in ("step", "grad_scaler"):
+                    tensors |= tensors_like(named, parameters, prefix=f"optimizer.{key}.", groups=self.groups)
+        if rng:
+            tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
+        return tensors
+
+    def _objects(self, state: TrainState) -> dict[str, Any]:
+        """Everything that is stored as JSON."""
+        objects: dict[str, Any] = {
+            "iteration": state.iteration,
+            "train_state": state.to_dict(),
+            "args": config_to_dict(self.cfg),
+            "tokenizer": self.tokenizer,
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        }
+        if self.optimizer is not None and not self.cfg.no_save_optim:
+            live = self.optimizer.state_dict()
+            objects["optimizer"] = {"step": live["step"], "grad_scaler": live["grad_scaler"]}
+        if self.scheduler is not None:
+            objects["scheduler"] = self.scheduler.state_dict()
+        return objects
+
+    # ---- loading
+
+    def load(self) -> TrainState | None:
+        """Restore what --load (or --pretrained-checkpoint) holds; None to start from scratch.
+
+        Raises:
+            CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names, or
+                nothing there with --exit-on-missing-checkpoint.
+        """
+        found, weights_only = self._find()
+        if found is None:
+            return None
+        logger.info(" loading checkpoint from %s at iteration %d", Path(found.directory).parent, found.iteration)
+        try:
+            return self._restore(found, weights_only)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{self._alternative(found)}") from None
+
+    def _find(self) -> tuple[Found | None, bool]:
+        """The checkpoint to load, as the first rank sees it, and whether only its weights are wanted."""
+        cfg = self.cfg
+
+        def search() -> list | None:
+            for folder, step, finetune in (
+                (cfg.load, cfg.ckpt_step, cfg.finetune), (cfg.pretrained_checkpoint, None, True),
+            ):  # fmt: skip
+                found = find_checkpoint(folder, step, repair=True)
+                if found is not None:
+                    return [found.directory, found.iteration, found.release, finetune or found.release]
+            if cfg.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
+            if cfg.load is not None:
+                logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
+            return None
+
+        answer = from_first_rank(search, self.groups.world)
+        return (None, False) if answer is None else (Found(*answer[:3]), answer[3])
+
+    def _restore(self, found: Found, weights_only: bool) -> TrainState:
+        cfg, world = self.cfg, self.groups.world
+        reader = together_reader(found.directory, world)
+        from_first_rank(lambda: self._check_objects(reader, found, weights_only), world)
+        wants_optimizer = self.optimizer is not None and not weights_only and not cfg.no_load_optim
+        wants_rng = not weights_only and not cfg.no_load_rng and self._same_world(reader)
+        tensors = self._tensors(optimizer=wants_optimizer, rng=wants_rng)
+        ignored = [prefix for prefix, wanted in (("optimizer.", wants_optimizer), ("rng.", wants_rng)) if not wanted]
+        load_from(reader, tensors, allow_unused=ignored, group=world)
+        if wants_optimizer:
+            assert self.optimizer is not None
+            self.optimizer.load_scalars(reader.objects["optimizer"])
+            if self.scheduler is not None and "scheduler" in reader.objects:
+                self.scheduler.load_state_dict(reader.objects["scheduler"])
+        elif self.optimizer is not None:
+            self.optimizer.reload_model_params()
+        if wants_rng:
+            set_rng_state({name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")})
+        logger.info(
+            "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
+            Path(found.directory).parent, *self._coordinates(), found.iteration,
+        )  # fmt: skip
+        return TrainState() if weights_only else TrainState.from_dict(reader.objects["train_state"])
+
+    def _check_objects(self, reader: CheckpointReader, found: Found, weights_only: bool) -> None:
+        """Refuse what is there but must not be loaded."""
+        objects, cfg = reader.objects, self.cfg
+        problems = reader.verify_assets()
+        if not found.release and objects["iteration"] != found.iteration:
+            problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
+        known = None not in (self.tokenizer, objects["tokenizer"])
+        if known and not weights_only and self.tokenizer != objects["tokenizer"]:
+            problems.append(f"{found.directory} was trained with another tokenizer: use its own, or --finetune")
+        if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" not in objects:
+            problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
+        if not weights_only and not cfg.no_load_rng and not any(name.startswith("rng.") for name in reader.names):
+            problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        check_args(objects["args"], config_to_dict(cfg), found.directory)
+
+    def _same_world(self, reader: CheckpointReader) -> bool:
+        """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""
+        mine = rng_tensors(self.groups.world.rank, self.groups.world.size)
+        stored = {name: reader.shape(name) for name in reader.names if name.startswith("rng.")}
+        if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:
+            return True
+        logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
+        return False
+
+    def _alternative(self, found: Found) -> str:
+        """Names an earlier checkpoint, for a message."""
+        earlier = [i for i in saved_iterations(Path(found.directory).parent) if i < found.iteration]
+        return f"; an earlier one can be chosen by --ckpt-step {earlier[0]}" if earlier and not found.release else ""
+
+
+def _previous(folder: str) -> int | None:
+    """The iteration that the tracker names now, if any."""
+    try:
+        latest = read_tracker(folder)
+    except (OSError, CheckpointError):
+        return None
+    return latest if isinstance(latest, int) else None
+
+
+def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
+    """Files of the tokenizer that are copied along: ``tokenizer/<name>`` -> path."""
+    files: list[Path] = []
+    for value in (cfg.tokenizer_model, cfg.vocab_file, cfg.merge_file):
+        path = Path(value) if value else None
+        if path is not None and path.is_dir():
+            files += [p for p in sorted(path.iterdir()) if p.suffix in (".json", ".model", ".txt", ".tiktoken")]
+        elif path is not None and path.is_file():
+            files.append(path)
+    return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}
