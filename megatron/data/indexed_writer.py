@@ -78,12 +78,12 @@ class IndexedDatasetBuilder:
         self.bin_path, self.dtype, self.multimodal = str(bin_path), np.dtype(dtype).type, multimodal
         self._np_dtype = np.dtype(dtype)
         DType.code_from_dtype(dtype)
-        partial = f"{self.bin_path}.partial-{os.getpid()}"
-        self._paths = {name: f"{partial}.{name}" for name in ("bin", "idx", "lengths", "documents", "modes")}
+        partial = f"{self.bin_path}.partial-{os.getpid()}"  # no .bin or .idx at the end: nobody takes it for data
+        self._paths = {name: f"{partial}-{name}" for name in ("tokens", "index", "lengths", "documents", "modes")}
         self._cleanup = weakref.finalize(self, _remove, list(self._paths.values()), os.getpid())
         self._open = True
         with self._reporting():
-            self.data_file: BinaryIO = open(self._paths["bin"], "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+            self.data_file: BinaryIO = open(self._paths["tokens"], "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
             self._lengths = Spool(self._paths["lengths"], "i")
             self._documents = Spool(self._paths["documents"], "q")
             self._modes = Spool(self._paths["modes"], "b") if multimodal else None
@@ -164,14 +164,14 @@ class IndexedDatasetBuilder:
             self.data_file.flush()
             os.fsync(self.data_file.fileno())
             self.data_file.close()
-            with open(self._paths["idx"], "wb", buffering=BUFFER_BYTES) as stream:
+            with open(self._paths["index"], "wb", buffering=BUFFER_BYTES) as stream:
                 self._write_index(stream)
                 stream.flush()
                 os.fsync(stream.fileno())
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(idx_path)  # an older index must never stand beside the new tokens
-            os.replace(self._paths["bin"], self.bin_path)
-            os.replace(self._paths["idx"], idx_path)
+            os.replace(self._paths["tokens"], self.bin_path)
+            os.replace(self._paths["index"], idx_path)
             for folder in {os.path.dirname(os.path.abspath(path)) for path in (self.bin_path, idx_path)}:
                 sync_folder(folder)
         self.abort()

@@ -202,7 +202,7 @@ def test_a_killed_writer_leaves_nothing_that_looks_complete(tmp_path):
     result = subprocess.run([sys.executable, "-c", program, str(tmp_path / "x")], cwd=ROOT, check=False)
     assert result.returncode == -signal.SIGKILL
     assert not IndexedDataset.exists(str(tmp_path / "x"))
-    assert not (tmp_path / "x.bin").exists() and not (tmp_path / "x.idx").exists()
+    assert not list(tmp_path.glob("*.bin")) and not list(tmp_path.glob("*.idx"))
 
 
 def test_a_full_disk_is_reported_and_cleaned_up(tmp_path):

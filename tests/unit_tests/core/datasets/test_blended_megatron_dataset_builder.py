@@ -197,7 +197,7 @@ def test_a_missing_split_is_the_default_with_a_warning(caplog):
 
 def test_data_sets_import_without_torch():
     program = (
-        "import sys; import megatron.core.datasets.gpt_dataset, megatron.core.datasets.blended_megatron_dataset_builder;"
+        "import sys; from megatron.core.datasets import gpt_dataset, blended_megatron_dataset_builder;"
         "import json; print(json.dumps('torch' in sys.modules))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)

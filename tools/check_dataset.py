@@ -1,0 +1,134 @@
+"""Checks data sets and says what is in them.
+
+    python tools/check_dataset.py corpus_text_document --vocab-size 32000
+
+Every byte is read: the index for consistency, the tokens for the smallest and largest id. The exit status is 1 when a
+data set is damaged or holds an id outside the vocabulary, with the reason. Needs no torch.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.data.indexed_dataset import IndexedDataset, get_bin_path, resolve_prefix
+from megatron.data.sidecar import read_sidecar
+
+CHUNK_TOKENS = 1 << 24
+PROGRESS_SECONDS = 5.0
+
+
+def id_range(data: IndexedDataset, prefix: str) -> tuple[int, int, int, int]:
+    """Smallest and largest token id and the token numbers where they stand first; (0, -1, 0, 0) without tokens."""
+    tokens = data.index.dtype
+    low, high, low_at, high_at = 0, -1, 0, 0
+    started = reported = time.monotonic()
+    total = Path(get_bin_path(prefix)).stat().st_size // data.index.dtype_size
+    with open(get_bin_path(prefix), "rb") as stream:
+        for start in range(0, total, CHUNK_TOKENS):
+            chunk = np.fromfile(stream, dtype=tokens, count=CHUNK_TOKENS)
+            first, last = int(chunk.min()), int(chunk.max())
+            if start == 0 or first < low:
+                low, low_at = first, start + int(chunk.argmin())
+            if start == 0 or last > high:
+                high, high_at = last, start + int(chunk.argmax())
+            now = time.monotonic()
+            if now - reported > PROGRESS_SECONDS:
+                done = start + len(chunk)
+                rate = done * data.index.dtype_size / (now - started)
+                left = (total - done) * data.index.dtype_size / rate
+                print(f"  {100 * done / total:.0f} % read, {rate / 1e6:.0f} MB/s, {left:.0f} s left", file=sys.stderr)
+                reported = now
+    return low, high, low_at, high_at
+
+
+def place_of(data: IndexedDataset, token: int) -> str:
+    """The document and offset of a token number."""
+    starts = data.index.sequence_pointers
+    size = data.index.dtype_size
+    sequence = int(np.searchsorted(starts, token * size, side="right")) - 1
+    document = int(np.searchsorted(data.document_indices, sequence, side="right")) - 1
+    first = int(starts[int(data.document_indices[document])]) // size
+    return f"document {document} at token {token - first}"
+
+
+def document_lengths(data: IndexedDataset, num_tokens: int) -> np.ndarray:
+    """Tokens per document, int64."""
+    bounds = np.asarray(data.document_indices)
+    inside = bounds < len(data)
+    starts = np.full(len(bounds), num_tokens, dtype=np.int64)
+    starts[inside] = data.index.sequence_pointers[bounds[inside]] // data.index.dtype_size
+    return np.diff(starts)
+
+
+def print_histogram(lengths: np.ndarray) -> None:
+    """Documents by length, in powers of two."""
+    exponents = np.zeros(len(lengths), dtype=np.int64)
+    exponents[lengths > 0] = np.floor(np.log2(lengths[lengths > 0])).astype(np.int64) + 1
+    counts = np.bincount(exponents)
+    print("  tokens per document")
+    for exponent, count in enumerate(counts.tolist()):
+        if count:
+            name = "0" if exponent == 0 else f"{1 << (exponent - 1)}-{(1 << exponent) - 1}"
+            print(f"    {name:>23} {count:>14,}  {'#' * max(1, round(40 * count / counts.max()))}")
+
+
+def check(path: str, vocab_size: int | None) -> None:
+    """Print what ``path`` holds.
+
+    Raises:
+        ValueError, FileNotFoundError: the reason why it must not be trained on.
+    """
+    prefix = resolve_prefix(path)
+    data = IndexedDataset(prefix)
+    sidecar = read_sidecar(prefix)
+    num_tokens = Path(get_bin_path(prefix)).stat().st_size // data.index.dtype_size
+    lengths = document_lengths(data, num_tokens)
+    print(prefix)
+    print(f"  documents  {len(lengths):,} ({int((lengths == 0).sum()):,} empty), in {len(data):,} sequences")
+    print(f"  tokens     {num_tokens:,} of type {np.dtype(data.index.dtype).name}")
+    if sidecar is not None:
+        print(f"  tokenizer  {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, sha256 {sidecar.fingerprint[:12]}")
+    low, high, low_at, high_at = id_range(data, prefix)
+    print(f"  token ids  {low:,} to {high:,}" if num_tokens else "  token ids  none")
+    print_histogram(lengths)
+    limit = vocab_size if vocab_size is not None else sidecar.vocab_size if sidecar is not None else None
+    if num_tokens and low < 0:
+        raise ValueError(f"{prefix}: token id {low} in {place_of(data, low_at)} is negative: preprocess the text again")
+    if limit is not None and high >= limit:
+        raise ValueError(
+            f"{prefix}: token id {high} in {place_of(data, high_at)} is not below the vocabulary size {limit}: "
+            "the data was made with another tokenizer"
+        )
+
+
+def main(argv: list[str]) -> int:
+    """Check every prefix; the exit status is 1 if any is refused."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("prefix", nargs="+", help="path of a data set without .bin and .idx")
+    parser.add_argument(
+        "--vocab-size",
+        "--vocab_size",
+        type=int,
+        help="ids must be below this; default: what the data set's sidecar says",
+    )
+    args = parser.parse_args(argv)
+    status = 0
+    for path in args.prefix:
+        try:
+            check(path, args.vocab_size)
+            print("  ok")
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
