@@ -1,0 +1,145 @@
+"""Pictures of runs: every format asked for, side by side, from files that may still grow; refusals in one line."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from megatron.training.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
+from tools import plot_metrics
+from tools.plot_metrics import Series, labels_of, load, main, panels_of, smoothed, text_chart
+
+
+def write_run(folder, iterations=40, timing=True, dataset=None):
+    file = MetricsFile(folder / "metrics.jsonl")
+    for i in range(1, iterations + 1):
+        loss = math.nan if i == 3 else 2 + 8 / i
+        step = StepMetrics(
+            losses={"lm loss": loss}, num_tokens=100, learning_rate=1e-3, global_batch_size=4, grad_norm=1.0
+        )
+        file.append(train_record(i, 4 * i, step))
+        if i % 10 == 0:
+            file.append(eval_record(i, 4 * i, EvalResult("validation", dataset, {"lm loss": loss + 0.1})))
+    file.flush()
+    if timing:
+        clock = MetricsFile(folder / "timing.jsonl")
+        for i in range(10, iterations + 1, 10):
+            clock.append(
+                {"kind": "timing", "iteration": i, "tokens_per_second": 5e4, "tflops_per_device": 400.0, "mfu": None}
+            )
+        clock.flush()
+    return folder
+
+
+def test_two_runs_side_by_side_make_a_picture(tmp_path, capsys):
+    first, second = write_run(tmp_path / "a"), write_run(tmp_path / "b", 30, timing=False)
+    output = tmp_path / "pictures" / "plot.png"
+    assert main([str(first), str(second), "--output", str(output), "--smooth", "--x", "tokens"]) == 0
+    data = output.read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 20_000
+    assert capsys.readouterr().out == f"wrote {output}\n"
+
+
+def test_the_default_picture_shows_loss_rate_norm_and_speed(tmp_path):
+    run = load(write_run(tmp_path), "run")
+    assert panels_of([run], None) == ["lm loss", "learning_rate", "grad_norm", "tflops_per_device"]
+    assert panels_of([load(write_run(tmp_path / "b", timing=False), "b")], None)[-1] == "grad_norm"
+
+
+def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_path, capsys):
+    folder = write_run(tmp_path)
+    assert main([str(folder), "--output", str(tmp_path / "p.svg"), "--keys", "num_tokens"]) == 0
+    assert (tmp_path / "p.svg").read_text().startswith("<?xml")
+    assert main([str(folder), "--output", str(tmp_path / "q.png"), "--keys", "los"]) == 1
+    assert "--keys 'los': no run has it; there are " in capsys.readouterr().err
+    assert not (tmp_path / "q.png").exists()
+
+
+def test_the_x_axis_counts_what_it_says(tmp_path):
+    folder = write_run(tmp_path)
+    assert load(folder, "a").train["lm loss"].x[-1] == 40
+    assert load(folder, "a", "samples").train["lm loss"].x[-1] == 160
+    assert load(folder, "a", "tokens").train["lm loss"].x[-1] == 4000
+    assert load(folder, "a", "tokens").evaluation["lm loss", "validation"].x == [1000, 2000, 3000, 4000]
+    assert load(folder, "a", "tokens").timing["tflops_per_device"].x == [1000, 2000, 3000, 4000]
+
+
+def test_named_validation_sets_are_series_of_their_own(tmp_path):
+    assert set(load(write_run(tmp_path, dataset="code"), "a").evaluation) == {("lm loss", "validation code")}
+
+
+def test_a_run_that_is_still_writing_can_be_drawn(tmp_path):
+    folder = write_run(tmp_path)
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.write(b'{"kind": "train", "iter')
+    assert len(load(folder, "a").train["lm loss"].x) == 40
+
+
+def test_smoothing_does_not_lag_and_leaves_constants_alone():
+    line = Series(list(range(100)), [5.0] * 50 + [math.nan] + [5.0] * 49)
+    assert smoothed(line, 3.0).y == pytest.approx([5.0] * 99)
+    ramp = Series(list(range(101)), [float(i) for i in range(101)])
+    assert smoothed(ramp, 2.0).y[50] == pytest.approx(50.0)
+
+
+def test_the_text_chart_shows_the_curve_without_any_package(tmp_path):
+    folder = write_run(tmp_path)
+    code = (
+        "import sys\n"
+        "for name in ('matplotlib', 'numpy', 'torch'): sys.modules[name] = None\n"
+        f"sys.path.insert(0, {str(plot_metrics.ROOT)!r})\n"
+        "from tools.plot_metrics import main\n"
+        f"sys.exit(main([{str(folder)!r}, '--text']))"
+    )
+    chart = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    lines = chart.splitlines()
+    assert lines[0] == "lm loss" and lines[1].lstrip().startswith("10 |*")
+    assert "first 10.0000, last 2.2000, lowest 2.2000" in lines[-2]
+    assert "validation: first 2.9000, last 2.3000" in lines[-1]
+
+
+def test_the_text_chart_puts_points_where_they_belong():
+    run = plot_metrics.Run("r", train={"lm loss": Series([0, 5, 10], [3.0, 2.0, 1.0])})
+    rows = text_chart([run], "lm loss", width=20, height=3).splitlines()[1:4]
+    assert [row.split("|")[1].index("*") for row in rows] == sorted(row.split("|")[1].index("*") for row in rows)
+    assert rows[0].split("|")[1].startswith("*") and rows[2].endswith("*")
+
+
+def test_a_single_point_and_a_flat_line_can_be_drawn(tmp_path):
+    folder = write_run(tmp_path, iterations=1, timing=False)
+    assert main([str(folder), "--output", str(tmp_path / "p.png"), "--text"]) == 0
+
+
+def test_labels_are_the_shortest_ends_that_differ(tmp_path):
+    paths = [tmp_path / "x" / "save", tmp_path / "y" / "save" / "metrics.jsonl"]
+    assert labels_of(paths) == ["x/save", "y/save"]
+    assert labels_of([tmp_path / "x", tmp_path / "y"]) == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere", "--text"], 1, "nowhere: no metrics.jsonl there; give the directory of --save, or the file itself"),
+        (["RUN"], 2, "give --output PICTURE, or --text"),
+        (["RUN", "--text", "--labels", "a", "b"], 2, "--labels: 2 names for 1 runs"),
+        (["RUN", "--text", "--smooth", "-1"], 2, "--smooth: the half-life must not be negative"),
+        (["EMPTY", "--text"], 1, "no record in it yet"),
+    ],
+)
+def test_wrong_use_is_refused_in_one_line(tmp_path, capsys, arguments, code, message):
+    write_run(tmp_path / "RUN")
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "EMPTY" / "metrics.jsonl").touch()
+    arguments = [str(tmp_path / each) if each in ("RUN", "EMPTY") else each for each in arguments]
+    try:
+        assert main(arguments) == code
+    except SystemExit as refusal:
+        assert refusal.code == code
+    assert message in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_error_names_the_remedy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main([str(write_run(tmp_path)), "--output", str(tmp_path / "p.png")]) == 1
+    assert "pip install matplotlib, or use --text" in capsys.readouterr().err
