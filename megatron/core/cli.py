@@ -69,7 +69,7 @@ def flag(
     configuration is resolved, so that the code that reads it need not ask.
 
     Args:
-        names: spellings, the first one being the official one. A boolean whose default is not given is False.
+        names: spellings, the first one being the official one.
         nargs: as argparse's: a count, ``"+"`` or ``"*"``.
         parse: from the text on the command line to the value; raises ``ValueError`` with the reason.
         on: a further spelling that sets a default-true boolean to True.
@@ -178,8 +178,8 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
         if get_origin(annotation) is list:
             nargs, annotation = nargs or "+", get_args(annotation)[0]
         convert, type_name, choices = _scalar(annotation)
-    if type_name == "bool" and default is None:
-        default = False
+    if type_name == "bool" and not isinstance(default, bool):
+        raise TypeError(f"{cls.__name__}.{field.name} needs the default True or False")
     optional = optional or default is None
     spelled = field.name.replace("_", "-")
     names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)

@@ -139,8 +139,8 @@ def format_arguments(cfg: PretrainConfig) -> str:
     values["explicit"] = " ".join(sorted(values["explicit"])) or None
     values["params_dtype"] = "float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else "float32"
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
-    title = "------------------------ arguments ------------------------"
-    return "\n".join([title, *sorted(lines, key=str.lower), title.replace("- arguments -", " end of arguments ")])
+    title, end = f"{'-' * 24} arguments {'-' * 24}", f"{'-' * 20} end of arguments {'-' * 21}"
+    return "\n".join([title, *sorted(lines, key=str.lower), end])
 
 
 def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
     unit = cfg.micro_batch_size * cfg.data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in plateaus):
         if size < unit or (size % unit and not cfg.decrease_batch_size_if_needed):
-            field = "global_batch_size" if size == cfg.global_batch_size else source
+            final = size == cfg.global_batch_size and not cfg.step_batch_size_schedule
+            field = "global_batch_size" if final else source
             reason = _indivisible(size, cfg.micro_batch_size, cfg.data_parallel_size)
             yield problem(cfg, field, reason, _near(size, unit))
 

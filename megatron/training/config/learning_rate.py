@@ -48,11 +48,13 @@ class LearningRateConfig:
     lr_warmup_init: float = 0.0
     """Learning rate that the warmup starts from."""
 
-    override_opt_param_scheduler: bool = flag("--override-opt_param-scheduler", "--override-opt-param-scheduler")
+    override_opt_param_scheduler: bool = flag(
+        "--override-opt_param-scheduler", "--override-opt-param-scheduler", default=False
+    )
     """On resume, take the schedule of this command line rather than require it to equal the checkpoint's."""
 
     use_checkpoint_opt_param_scheduler: bool = flag(
-        "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler"
+        "--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler", default=False
     )
     """On resume, take the schedule of the checkpoint and ignore this command line's."""
 

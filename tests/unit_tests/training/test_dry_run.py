@@ -1,0 +1,96 @@
+"""``--dry-run`` tells sizes and schedule without torch, exactly where that is possible."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.dry_run import count_parameters, dry_run_report, estimate_memory, vocab_size_of
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 48 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+
+
+def settings(text="", world_size=1):
+    return validate_args(parse_args((TINY + " " + text).split()), world_size)
+
+
+def test_gpt2_and_llama_have_their_known_sizes():
+    gpt2 = (
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
+        "--vocab-size 50257 --make-vocab-size-divisible-by 1"
+    )
+    assert count_parameters(settings(gpt2), 50257).total == 124_439_808
+    llama = (
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+        "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --vocab-size 128256"
+    )
+    assert count_parameters(settings(llama), 128256).total == 8_030_261_248
+
+
+def test_report_names_layout_batches_and_schedule():
+    report = dry_run_report(settings("--global-batch-size 16 --rampup-batch-size 8 8 32 --bf16 --dry-run", 2))
+    for part in (
+        "2 = tensor 1 x pipeline 1 x context 1 x data 2",
+        "from sample 0              8 sequences = 2 x 2 ranks x 2 micro-batches, 256 tokens",
+        "from sample 32             16 sequences",
+        "100 (--vocab-size), padded to 128",
+        "GiB per rank, total",
+        "evaluation                 100 batches of 16, only after training",
+        "linear, 0 -> 0.001 -> 0",
+    ):
+        assert part in report, report
+
+
+def test_memory_of_mixed_precision_adam_is_18_bytes_per_parameter():
+    cfg = settings("--bf16")
+    count = count_parameters(cfg, 100)
+    memory = estimate_memory(cfg, count, 100)
+    assert memory.weights + memory.gradients + memory.optimizer == 18 * count.total
+    assert memory.total > 18 * count.total
+
+
+def test_vocabulary_is_counted_from_files(tmp_path):
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps({"a": 0, "b": 1}))
+    cfg = dataclasses.replace(parse_args(TINY.split()), vocab_size=None, vocab_file=str(path))
+    assert vocab_size_of(cfg) == (2, str(path))
+    path = tmp_path / "vocab.txt"
+    path.write_text("a\nb\nc\n")
+    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=str(path)))[0] == 3
+    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=None))[0] is None
+    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
+
+
+def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
+    cfg = settings("--skip-train --dry-run")
+    assert "nothing is trained" in dry_run_report(cfg)
+    model = tmp_path / "tokenizer.model"
+    cfg = dataclasses.replace(cfg, resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+                              tokenizer_model=str(model))  # fmt: skip
+    assert "without the embedding" in dry_run_report(cfg)
+
+
+@pytest.mark.parametrize(("text", "world_size"), [("", 4), ("--dry-run-world-size 64", 64)])
+def test_assumed_ranks_are_the_launchers_or_given(text, world_size):
+    assert settings("--dry-run " + text, 4).world_size == world_size
+
+
+def test_dry_run_needs_no_torch():
+    program = (
+        "import sys\n"
+        "from megatron.training.arguments import parse_args, validate_args\n"
+        "from megatron.training.dry_run import dry_run_report\n"
+        f"print(dry_run_report(validate_args(parse_args({TINY.split()!r} + ['--dry-run']), 1)))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0 and "parameters" in result.stdout, result.stderr

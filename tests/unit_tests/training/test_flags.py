@@ -1,0 +1,101 @@
+"""Every core flag of Megatron-LM exists with its spellings, type, choices and default; the reference is current."""
+
+import ast
+import contextlib
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.core.cli import flag_table, normalize
+from megatron.training.arguments import flag_specs
+from megatron.training.config.availability import NO_EFFECT, NOT_YET
+from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
+from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.training.config.retired import RETIRED
+
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = flag_table(flag_specs())
+
+with open(Path(__file__).with_name("core_flags.tsv"), encoding="utf-8") as file:
+    CORE = list(csv.DictReader(file, delimiter="\t"))
+
+# flag -> reason why a column differs on purpose
+DIFFERENT = {
+    "--num-query-groups default": "None: 1 means nothing until --group-query-attention makes it the default",
+    "--tokenizer-type choices": "one more tokenizer, ByteLevelTokenizer",
+    "--local-rank default": "LOCAL_RANK is read when settings are parsed",
+    "--cp-comm-type choices": "the known ones are named",
+    "--attention-backend type": "an enumeration there",
+    "--moe-layer-freq type": "parsed by a function there too",
+}
+
+
+def same(text, value):
+    """A default of the table against ours."""
+    if isinstance(value, list) and not text.startswith("["):
+        value = value[0] if value else ""
+    if text in ("", "False") and value in (None, False, ""):
+        return True
+    with contextlib.suppress(ValueError, SyntaxError):
+        text = ast.literal_eval(text)
+    return text == value
+
+
+@pytest.mark.parametrize("row", CORE, ids=[row["flag"] for row in CORE])
+def test_core_flag_exists_as_known(row):
+    spec = TABLE[normalize(row["flag"])]
+    name = row["flag"]
+    for spelling in row["spellings"].split():
+        assert TABLE[normalize(spelling)] is spec
+    if spec.is_bool:
+        assert row["type"] == "bool-flag" and spec.default is (row["default"] == "True")
+        return
+    if f"{name} type" not in DIFFERENT:
+        assert spec.type_name == row["type"]
+    if f"{name} choices" not in DIFFERENT:
+        assert [str(choice) for choice in spec.choices] == row["choices"].split()
+    else:
+        assert set(row["choices"].split()) < set(spec.choices)
+    assert str(spec.nargs or "") == row["nargs"]
+    if f"{name} default" not in DIFFERENT:
+        assert same(row["default"], spec.default)
+
+
+def test_every_flag_has_a_help_text():
+    assert [spec.field for spec in flag_specs() if len(spec.help) < 8] == []
+
+
+def test_defaults_of_flags_are_defaults_of_fields():
+    cfg = PretrainConfig()
+    assert [spec.field for spec in flag_specs() if getattr(cfg, spec.field) != spec.default] == []
+
+
+def test_no_spelling_is_used_twice():
+    names = [normalize(name) for spec in flag_specs() for name in dict.fromkeys(map(normalize, spec.names))]
+    assert len(names) == len(set(names))
+    assert not set(names) & set(RETIRED)
+    assert not {name[2:] for name in (*names, *RETIRED)} & (ELSEWHERE | REMOVED)
+
+
+def test_every_group_is_composed():
+    assert set(PretrainConfig.__bases__) == set(GROUPS)
+
+
+def test_availability_names_fields_that_exist():
+    fields = {spec.field for spec in flag_specs()}
+    assert set(NOT_YET) <= fields and set(NO_EFFECT) <= fields
+
+
+def test_retired_spellings_lead_to_flags_that_exist():
+    targets = {token for entry in RETIRED.values() for token in entry.to if token.startswith("--")}
+    assert {normalize(target) for target in targets} <= set(TABLE)
+
+
+def test_flag_reference_is_current():
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "generate_docs.py"), "--check"], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
