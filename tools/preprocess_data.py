@@ -59,7 +59,9 @@ def main(argv: list[str]) -> int:
     for name in ("partitions", "keep_sequential_samples", "dataset_impl"):
         default = next(field.default for field in dataclasses.fields(cfg) if field.name == name)
         if getattr(cfg, name) != default:
-            logger.info("--%s has no effect here: order and bytes never depend on how the work is cut", name.replace("_", "-"))
+            logger.info(
+                "--%s has no effect here: order and bytes never depend on how the work is cut", name.replace("_", "-")
+            )
     try:
         if cfg.find_optimal_num_workers:
             find_optimal_workers(cfg, tokenizer_cfg, build_tokenizer)

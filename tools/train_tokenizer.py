@@ -36,7 +36,9 @@ def texts_of(inputs: list[str], keys: list[str], max_bytes: int | None) -> Itera
 
 def main() -> int:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines or parquet: files, globs, folders")
     parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
     parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257")

@@ -1,7 +1,7 @@
 """The sidecar ``<prefix>.tokenizer.json`` beside ``<prefix>.bin`` and ``.idx``: which tokenizer made these ids.
 
-Megatron-LM's readers ignore it; data sets made elsewhere have none. Training compares it with its own tokenizer, so that
-ids of one vocabulary are never read as those of another.
+Megatron-LM's readers ignore it; data sets made elsewhere have none. Training compares it with its own tokenizer, so
+that ids of one vocabulary are never read as those of another.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def read_sidecar(prefix: str) -> SidecarInfo | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} cannot be read as a tokenizer sidecar ({error}); run tools/preprocess_data.py again, or remove the "
-            "file to train without the check"
+            f"{path} cannot be read as a tokenizer sidecar ({error}); run tools/preprocess_data.py again, or remove "
+            "the file to train without the check"
         ) from error
 
 
@@ -94,6 +94,6 @@ def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo
     raise ValueError(
         f"{prefix} was made with another tokenizer: {info.tokenizer_type} with {info.vocab_size} ids, sha256 "
         f"{info.fingerprint[:12]}; the flags give {tokenizer.tokenizer_type} with {tokenizer.vocab_size} ids, sha256 "
-        f"{tokenizer.fingerprint[:12]}. Give the tokenizer flags that made the data, or preprocess it again; if the two "
-        f"are known to agree, remove {sidecar_path(prefix)} to train without the check"
+        f"{tokenizer.fingerprint[:12]}. Give the tokenizer flags that made the data, or preprocess it again; if the "
+        f"two are known to agree, remove {sidecar_path(prefix)} to train without the check"
     )

@@ -1,4 +1,4 @@
-"""Tokenizers: text to ids and back. ``build_tokenizer(cfg)`` reads flags, ``MegatronTokenizer.from_pretrained`` a path."""
+"""Text to ids and back: ``build_tokenizer(cfg)`` reads flags, ``MegatronTokenizer.from_pretrained`` a path."""
 
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.build import MegatronTokenizer, build_tokenizer

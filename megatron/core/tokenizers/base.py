@@ -113,9 +113,7 @@ class Tokenizer(ABC):
     @property
     def unique_identifiers(self) -> OrderedDict[str, object]:
         """What makes two tokenizers the same one; part of the key of index caches."""
-        return OrderedDict(
-            tokenizer_type=self.tokenizer_type, fingerprint=self.fingerprint, vocab_size=self.vocab_size
-        )
+        return OrderedDict(tokenizer_type=self.tokenizer_type, fingerprint=self.fingerprint, vocab_size=self.vocab_size)
 
 
 def fingerprint_of(parts: Iterable[bytes], options: Mapping[str, object]) -> str:

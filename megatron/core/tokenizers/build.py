@@ -119,7 +119,7 @@ class MegatronTokenizer:
                 return build_gpt2_bpe(str(path / "vocab.json"), str(path / "merges.txt"), **options)
             files = [path / "vocab.txt"] if (path / "vocab.txt").is_file() else sorted(path.glob("*.model"))
             if len(files) != 1:
-                raise ValueError(f"{path} holds no tokenizer.json, vocab.json with merges.txt, vocab.txt or .model file")
+                raise ValueError(f"{path} has no tokenizer.json, vocab.json with merges.txt, vocab.txt or .model")
             path = files[0]
         if path.suffix == ".model":
             return SentencePieceTokenizer("GPTSentencePieceTokenizer", str(path), **options)

@@ -1,15 +1,17 @@
 """Byte-level BPE at tiktoken's speed, with the ids of `tokenizers`.
 
 `tokenizers` merges a piece by the rank of each listed pair; tiktoken merges any two neighbours whose concatenation is a
-token, by that token's rank, and looks a whole piece up first. The two agree on every input if each token is *reachable*:
-encoding the token's own bytes with the merge list gives that one token. Proof: say neighbours x, y with xy = t appear while
-a piece is merged. Nothing has crossed the edges of t's span so far, so the merges inside the span are a prefix of those
-that t's bytes undergo alone; alone, the only state of two parts is the last one before t, the pair that forms t. Hence (x, y)
-is that pair, both libraries see it, and both give it the same rank. Tokens that are not reachable never appear, in either,
-unless ``ignore_merges`` looks whole pieces up; then a token is also safe if its bytes alone end in three parts or more.
+token, by that token's rank, and looks a whole piece up first. The two agree on every input if each token is
+*reachable*: encoding the token's own bytes with the merge list gives that one token. Proof: say neighbours x, y with
+xy = t appear while a piece is merged. Nothing has crossed the edges of t's span so far, so the merges inside the span
+are a prefix of those that t's bytes undergo alone; alone, the only state of two parts is the last one before t, the
+pair that forms t. Hence (x, y) is that pair, both libraries see it, and both give it the same rank. Tokens that are not
+reachable never appear, in either, unless ``ignore_merges`` looks whole pieces up; then a token is also safe if its
+bytes alone end in three parts or more.
 
-What cannot be shown equal is left to `tokenizers`: other pre-tokenizers or normalizers as a whole, and single texts that
-contain an added token or are not in the form the normalizer makes. A self-test at load compares both on awkward strings.
+What cannot be shown equal is left to `tokenizers`: other pre-tokenizers or normalizers as a whole, and single texts
+that contain an added token or are not in the form the normalizer makes. A self-test at load compares both on awkward
+strings.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTION}|{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTION}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_TAIL}"
 
-# The same language, commonest alternatives first (+40 % on Python sources). A word, with or without its space, cannot start
-# with an apostrophe, so that trying it before the contractions changes nothing.
+# The same language, commonest alternatives first (+40 % on Python sources). A word, with or without its space, cannot
+# start with an apostrophe, so that trying it before the contractions changes nothing.
 FAST_PATTERNS = {
     _GPT2: rf" ?\p{{L}}+| ?\p{{N}}+|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{{L}}\p{{N}}]+|{_TAIL}",
     _LLAMA3: rf" ?\p{{L}}+|{_LLAMA3}",
@@ -47,14 +49,15 @@ FAST_PATTERNS = {
 _TABLE_PROBES = [
     0x1E100, 0x1E140, 0x32FF, 0x10FB0, 0x11900, 0x11950, 0x30000, 0x12F90, 0x10570, 0x1DF00, 0xA7C0, 0x1E030, 0x11F02,
     0x11F50, 0x1E4D0, 0x1E4F0, 0x31350, 0x2EBF0, 0x105C0, 0x10D40, 0x10D4A, 0x16D70, 0x1C89, 0xA7CB, 0x1E5F1, 0x11DB0,
-    0x11DE0, 0x16EA0, 0x10940, 0x323B0, 0xA7CE, 0x88F, 0xC5C, 0x85, 0x180E, 0x200B, 0x2028, 0x3000, 0x17F, 0x212A, 0x130,
+    0x11DE0, 0x16EA0, 0x10940, 0x323B0, 0xA7CE, 0x88F, 0xC5C, 0x85, 0x180E, 0x200B, 0x2028, 0x3000, 0x17F, 0x212A,
+    0x130,
 ]  # fmt: skip
 
 _SELF_TEST = [
-    "", " ", "  ", "\n", " \n  \n\n x", "a  b   c \t d\r\n\r\n", "trailing   ", "\u00a0\u2003x\u3000 y\u200b", "it's I'LL we'Ve 'S''t",
-    "1234567 12 3.14159e-10 ½ ٣٤٥ Ⅻ", "def f(x):\n    return x**2  # ok\n\n\n\tif x: pass", "naïve café Ελληνικά Русский 中文字符 हिन्दी",
-    "👩‍👩‍👧‍👦🇫🇷 e\u0301 \u0000 \ufeff \ufffd \U0010ffff", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa" * 5, "=" * 300 + "\n" + " " * 300 + "x",
-    "<|endoftext", "'ſ 'K ß\u017f", "\r\n \r\r \n\t\x0b\x0c\x1c\x85 end",
+    "", " ", "  ", "\n", " \n  \n\n x", "a  b   c \t d\r\n\r\n", "trailing   ", "\u00a0\u2003x\u3000 y\u200b",
+    "it's I'LL we'Ve 'S''t", "1234567 12 3.14159e-10 ½ ٣٤٥ Ⅻ", "def f(x):\n    return x**2  # ok\n\n\n\tif x: pass",
+    "naïve café Ελληνικά Русский 中文字符 हिन्दी", "👩‍👩‍👧‍👦🇫🇷 e\u0301 \u0000 \ufeff \ufffd \U0010ffff", "aaaaaaa" * 40,
+    "=" * 300 + "\n" + " " * 300 + "x", "<|endoftext", "'ſ 'K ß\u017f", "\r\n \r\r \n\t\x0b\x0c\x1c\x85 end",
 ]  # fmt: skip
 
 
@@ -81,9 +84,12 @@ class FastByteLevelBPE:
         """uint32 ids of ``text``, or None where `tokenizers` has to do it."""
         if self.normal_form_c and not (text.isascii() or unicodedata.is_normalized("NFC", text)):
             return None
-        if self.added_tokens and any(start in text for start in self.added_token_starts):
-            if self.added_tokens.search(text):
-                return None
+        if (
+            self.added_tokens
+            and any(start in text for start in self.added_token_starts)
+            and self.added_tokens.search(text)
+        ):
+            return None
         try:
             ranks = np.frombuffer(self.core.encode_to_tiktoken_buffer(text, _NOTHING_SPECIAL), dtype=np.uint32)
         except UnicodeEncodeError:
@@ -163,9 +169,7 @@ def _fast_pattern(definition: Mapping[str, Any]) -> tuple[str | None, str]:
     return None, "its pre-tokenizer's pattern is not one of those known to be equal"
 
 
-def _ranked_vocabulary(
-    model: Mapping[str, Any], hf_tokenizer: Any
-) -> tuple[dict[bytes, int], np.ndarray | None] | str:
+def _ranked_vocabulary(model: Mapping[str, Any], hf_tokenizer: Any) -> tuple[dict[bytes, int], np.ndarray | None] | str:
     """tiktoken's table and the id of each of its ranks, or the reason why there is none."""
     plain = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk", "byte_fallback")
     if model.get("type", "BPE") != "BPE" or any(model.get(option) for option in plain):

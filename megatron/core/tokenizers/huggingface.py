@@ -150,7 +150,8 @@ def build_gpt2_bpe(
         raise ValueError(f"--vocab-file {vocab_file} has no <|endoftext|>, which ends documents; add it to the file")
     backend.add_special_tokens([end, *(special_tokens or [])])
     eod = backend.token_to_id(end)
-    fingerprint = fingerprint_of([vocab_raw, merges_raw], {"type": "gpt2", "special_tokens": list(special_tokens or [])})
+    options = {"type": "gpt2", "special_tokens": list(special_tokens or [])}
+    fingerprint = fingerprint_of([vocab_raw, merges_raw], options)
     tokenizer = BackendTokenizer(kind, backend, {"eod": eod, "eos": eod, "bos": eod}, fingerprint)
     tokenizer.accelerate(json.loads(backend.to_str()))
     return tokenizer
@@ -159,7 +160,7 @@ def build_gpt2_bpe(
 def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: int = 0) -> BackendTokenizer:
     """--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase from vocab.txt.
 
-    With ``extra_ids`` (--vocab-extra-ids, for T5) the tokens [BOS], [EOS] and ``<extra_id_0>`` ... follow the file's own.
+    With ``extra_ids`` (--vocab-extra-ids, for T5) [BOS], [EOS] and ``<extra_id_0>`` ... follow the file's own tokens.
 
     Raises:
         ValueError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK].
@@ -185,7 +186,8 @@ def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: in
     if extra_ids:
         specials += ["[BOS]", "[EOS]", *(f"<extra_id_{index}>" for index in range(extra_ids))]
     backend.add_special_tokens(specials)
-    ids = {role: backend.token_to_id(f"[{role.upper()}]") for role in ("cls", "sep", "pad", "mask", "unk", "bos", "eos")}
+    roles = ("cls", "sep", "pad", "mask", "unk", "bos", "eos")
+    ids = {role: backend.token_to_id(f"[{role.upper()}]") for role in roles}
     special_ids = {role: index for role, index in ids.items() if index is not None}
     special_ids["eod"] = special_ids.get("eos", special_ids["sep"])
     return BackendTokenizer(kind, backend, special_ids, fingerprint_of([raw], {"type": kind, "extra_ids": extra_ids}))

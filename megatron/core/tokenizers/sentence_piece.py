@@ -82,7 +82,8 @@ class SentencePieceTokenizer(Tokenizer):
         if not self._added:
             return self._processor.decode([int(index) for index in ids])
         names = {index: token for token, index in self._added.items()}
-        text, run = "", []
+        text = ""
+        run: list[int] = []
         for index in map(int, ids):
             if index in names:
                 text += (self._processor.decode(run) if run else "") + names[index]

@@ -1,8 +1,8 @@
 """Which files are read, and how they are cut into parts that can be worked on, kept and repeated independently.
 
-A plain JSON-lines file is cut by bytes: a part owns the lines that *begin* in its range. Compressed files can only be read
-from their start: the parent decompresses and cuts at line ends. A parquet file is cut by row groups. The cuts depend on the
-input alone, never on the number of workers.
+A plain JSON-lines file is cut by bytes: a part owns the lines that *begin* in its range. Compressed files can only be
+read from their start: the parent decompresses and cuts at line ends. A parquet file is cut by row groups. The cuts
+depend on the input alone, never on the number of workers.
 """
 
 from __future__ import annotations

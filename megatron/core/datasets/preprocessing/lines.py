@@ -1,4 +1,6 @@
-"""From one part of the input to documents: for each line the texts of the wanted keys, or the reason why it is unusable."""
+"""From one part of the input to documents: for each line the texts of the wanted keys, or the reason why it is
+unusable.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The whole run: plan, shards by workers, then one atomic ``.bin``/``.idx`` pair per key.
 
-``<prefix>.partial/`` holds the plan (``plan.json``: inputs, settings, tokenizer) and the finished shards. A run that was
-killed continues from them; its output is that of an uninterrupted run, for any number of workers. The pairs are put
-together at the end, so that nothing complete-looking exists before everything is; it needs twice the disk space meanwhile.
+``<prefix>.partial/`` holds the plan (``plan.json``: inputs, settings, tokenizer) and the finished shards. A run that
+was killed continues from them; its output is that of an uninterrupted run, for any number of workers. The pairs are
+put together at the end, so that nothing complete-looking exists before everything is; it needs twice the disk space
+meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ from megatron.core.datasets.preprocessing.progress import Progress
 from megatron.core.datasets.preprocessing.sentences import make_splitter
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.datasets.preprocessing.worker import (
-    PartRecord, Worker, WorkerSettings, read_record, run_part, shard_prefix, start_process,
+    PartRecord,
+    Worker,
+    WorkerSettings,
+    read_record,
+    run_part,
+    shard_prefix,
+    start_process,
 )  # fmt: skip
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
@@ -122,7 +129,9 @@ def _locked_folder(folder: str) -> Iterator[None]:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, gone with this process
         except OSError as error:
-            raise ValueError(f"another run is writing {folder}; wait for it, or choose another --output-prefix") from error
+            raise ValueError(
+                f"another run is writing {folder}; wait for it, or choose another --output-prefix"
+            ) from error
         try:
             yield
         except BaseException:
@@ -159,8 +168,8 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
         if old is not None and not cfg.overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
             raise ValueError(
-                f"{folder} holds parts of an interrupted run that differs in: {differing}. Run its command again to finish "
-                "it, remove the folder, or add --overwrite to start anew"
+                f"{folder} holds parts of an interrupted run that differs in: {differing}. Run its command again to "
+                "finish it, remove the folder, or add --overwrite to start anew"
             )
         for name in existing:
             os.unlink(os.path.join(folder, name))
@@ -193,7 +202,8 @@ class _Run:
         cfg = self.cfg
         settings = WorkerSettings(
             folder=self.folder, keys=tuple(cfg.json_keys), split_sentences=cfg.split_sentences,
-            keep_newlines=cfg.keep_newlines, lang=cfg.lang, append_eod=cfg.append_eod, max_line_bytes=cfg.max_line_bytes,
+            keep_newlines=cfg.keep_newlines, lang=cfg.lang, append_eod=cfg.append_eod,
+            max_line_bytes=cfg.max_line_bytes,
         )  # fmt: skip
         workers = cfg.workers or os.cpu_count() or 1
         progress = Progress(sum(file.size for file in self.files), cfg.log_interval)
@@ -212,8 +222,8 @@ class _Run:
         self.totals.seconds = progress.seconds
         if self.totals.documents == 0 and self.totals.bad_lines:
             raise TooManyBadLines(
-                f"no usable document in {self.totals.bad_lines} lines, the first: {self._describe(self.bad_entries[0])}; "
-                "is --json-keys right?"
+                f"no usable document in {self.totals.bad_lines} lines, the first: "
+                f"{self._describe(self.bad_entries[0])}; is --json-keys right?"
             )
         progress.finish(self.totals)
         return self.totals
@@ -230,8 +240,8 @@ class _Run:
                 running = self._collect(running, progress)
         except BrokenProcessPool as error:
             raise RuntimeError(
-                f"a worker process died (out of memory, or killed); finished parts are kept in {self.folder}: run the same "
-                "command again, with fewer --workers if memory ran out"
+                f"a worker process died (out of memory, or killed); finished parts are kept in {self.folder}: run the "
+                "same command again, with fewer --workers if memory ran out"
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

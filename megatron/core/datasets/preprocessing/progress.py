@@ -55,7 +55,8 @@ class Progress:
         """The summary."""
         seconds = max(self.seconds, 1e-9)
         logger.info(
-            "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable lines%s",
+            "%d documents, %d sequences, %d tokens in %s (%.2f MB/s); left out: %d empty documents, %d unusable "
+            "lines%s",
             totals.documents, totals.sentences, totals.tokens, format_seconds(seconds), self.text_bytes / seconds / 1e6,
             totals.empty_documents, totals.bad_lines,
             f"; {totals.reused_parts} parts were done by an earlier run" if totals.reused_parts else "",

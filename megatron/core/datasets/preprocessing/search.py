@@ -24,7 +24,7 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
     Raises:
         ValueError: as ``preprocess``.
     """
-    if problems := cfg.problems():
+    if problems := dataclasses.replace(cfg, find_optimal_num_workers=True).problems():
         raise ValueError("\n".join(problems))
     with tempfile.TemporaryDirectory() as folder:
         sample = os.path.join(folder, "sample.jsonl")
@@ -41,11 +41,18 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
         for workers in cfg.workers_to_check:
             prefix = os.path.join(folder, "out")
             trial = dataclasses.replace(
-                cfg, input=[sample], output_prefix=prefix, workers=workers, overwrite=True, find_optimal_num_workers=False
+                cfg,
+                input=[sample],
+                output_prefix=prefix,
+                workers=workers,
+                overwrite=True,
+                find_optimal_num_workers=False,
             )
             totals = preprocess(trial, tokenizer_cfg, build)
             speeds[workers] = totals.text_bytes / max(totals.seconds, 1e-9) / 1e6
-            logger.info("%d workers: %.2f MB/s, %.1f docs/s", workers, speeds[workers], count / max(totals.seconds, 1e-9))
+            logger.info(
+                "%d workers: %.2f MB/s, %.1f docs/s", workers, speeds[workers], count / max(totals.seconds, 1e-9)
+            )
         best = max(speeds, key=lambda workers: speeds[workers])
         logger.info("the fastest on %d documents: --workers %d (%.2f MB/s)", count, best, speeds[best])
         return best

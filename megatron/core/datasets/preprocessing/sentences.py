@@ -1,8 +1,9 @@
 """Sentence splitting for --split-sentences: NLTK's Punkt where its data is installed, else a rule.
 
-The rule ends a sentence at ``.``, ``!``, ``?`` or ``…`` (and their closing quotes and brackets) before white space and an
-upper-case letter, digit, quote or bracket, unless the word before the full stop is an initial or a usual abbreviation; at
-the full-width stops of Chinese and Japanese; and at blank lines. It needs no data and knows no language.
+The rule ends a sentence at ``.``, ``!``, ``?`` or ``…`` (and their closing quotes and brackets) before white space and
+an upper-case letter, digit, quote or bracket, unless the word before the full stop is an initial or a usual
+abbreviation; at the full-width stops of Chinese and Japanese; and at blank lines. It needs no data and knows no
+language.
 """
 
 from __future__ import annotations
@@ -16,10 +17,50 @@ from megatron.core.tokenizers.libraries import is_installed, require
 Splitter = Callable[[str], "list[str]"]
 
 ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof st jr sr vs etc e.g i.e fig eq no vol pp inc ltd co corp dept est approx jan feb mar apr jun jul aug sep "
-    "sept oct nov dec al cf resp".split()
+    [
+        "mr",
+        "mrs",
+        "ms",
+        "dr",
+        "prof",
+        "st",
+        "jr",
+        "sr",
+        "vs",
+        "etc",
+        "e.g",
+        "i.e",
+        "fig",
+        "eq",
+        "vol",
+        "pp",
+        "inc",
+        "ltd",
+        "co",
+        "corp",
+        "dept",
+        "est",
+        "approx",
+        "jan",
+        "feb",
+        "mar",
+        "apr",
+        "jun",
+        "jul",
+        "aug",
+        "sep",
+        "sept",
+        "oct",
+        "nov",
+        "dec",
+        "al",
+        "cf",
+        "resp",
+    ]
 )
-_CANDIDATE = re.compile(r"""(?:[.!?…]+["'”’)\]]*(?=\s+["'“‘(\[]*[A-Z\u00C0-\u00DE\u0391-\u03A9\u0410-\u042F0-9])|[。！？]["'”’」』）]*)\s*|\s*\n\s*\n\s*""")
+_OPENING, _CLOSING = r"""["'“‘(\[]*""", r"""["'”’)\]]*"""
+_CAPITAL = r"[A-Z\u00C0-\u00DE\u0391-\u03A9\u0410-\u042F0-9]"
+_CANDIDATE = re.compile(rf"(?:[.!?…]+{_CLOSING}(?=\s+{_OPENING}{_CAPITAL})|[。！？][\"'”’」』）]*)\s*|\n\s*\n\s*")
 _LAST_WORD = re.compile(r"([^\s(\[\"'“‘]+)$")
 
 
@@ -62,7 +103,8 @@ def rule_spans(text: str) -> list[tuple[int, int]]:
     spans, start = [], 0
     for match in _CANDIDATE.finditer(text):
         mark = match.group().rstrip()
-        if mark.startswith(".") and _is_abbreviation(text[start : match.start()]):
+        blank_line = match.group().count("\n") > 1
+        if mark.startswith(".") and not blank_line and _is_abbreviation(text[start : match.start()]):
             continue
         spans.append((start, match.start() + len(mark)))
         start = match.end()

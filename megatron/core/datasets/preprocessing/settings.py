@@ -90,7 +90,9 @@ class PreprocessConfig:
             found.append(f"--max-bad-lines {self.max_bad_lines}: must be at least 0")
         if len(set(self.json_keys)) != len(self.json_keys):
             found.append(f"--json-keys {' '.join(self.json_keys)}: names a key twice")
-        found += [f"--json-keys {key!r}: cannot be part of a file name" for key in self.json_keys if os.sep in key or not key]
+        found += [
+            f"--json-keys {key!r}: cannot be part of a file name" for key in self.json_keys if os.sep in key or not key
+        ]
         return found
 
     @property

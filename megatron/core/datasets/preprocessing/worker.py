@@ -1,7 +1,8 @@
 """What a worker does: one part of the input becomes one shard, a small ``.bin``/``.idx`` pair per key and a record.
 
-Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly when it
-exists. A shard's bytes depend on its part alone, so whoever makes it, and however often, the result is the same.
+Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly
+when it exists. A shard's bytes depend on its part alone, so whoever makes it, and however often, the result is the
+same.
 """
 
 from __future__ import annotations
@@ -172,7 +173,11 @@ class Worker:
         return len(lengths)
 
     def _add_sentences(
-        self, texts: Sequence[str], split: Callable[[str], list[str]], builder: IndexedDatasetBuilder, record: PartRecord
+        self,
+        texts: Sequence[str],
+        split: Callable[[str], list[str]],
+        builder: IndexedDatasetBuilder,
+        record: PartRecord,
     ) -> int:
         """One sequence a sentence; sentences and documents without tokens are left out."""
         sentences = [split(text) for text in texts]

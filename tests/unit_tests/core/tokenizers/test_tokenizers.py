@@ -1,0 +1,300 @@
+"""Every kind of tokenizer: ids, special ids, and a clear refusal of what is broken."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from megatron.core.tokenizers import MegatronTokenizer, build_tokenizer
+from megatron.core.tokenizers.libraries import require
+from tests.test_utils.tiny_tokenizers import (
+    bert_vocab,
+    byte_level_bpe,
+    flags,
+    gpt2_files,
+    sentence_piece_model,
+    tiktoken_json,
+)
+
+SAMPLE = "the quick fox, the end.\nnaïve 中文"
+
+
+def every_kind(folder):
+    vocab, merges = gpt2_files(folder)
+    spm = sentence_piece_model(folder / "spm.model")
+    return {
+        "HuggingFaceTokenizer": flags(
+            "HuggingFaceTokenizer", tokenizer_model=byte_level_bpe(folder / "tokenizer.json")
+        ),
+        "GPT2BPETokenizer": flags("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges),
+        "GPTSentencePieceTokenizer": flags("GPTSentencePieceTokenizer", tokenizer_model=spm),
+        "Llama2Tokenizer": flags("Llama2Tokenizer", tokenizer_model=spm),
+        "SentencePieceTokenizer": flags("SentencePieceTokenizer", tokenizer_model=spm, vocab_extra_ids=5),
+        "TikTokenizer": flags("TikTokenizer", tokenizer_model=tiktoken_json(folder / "tik.json")),
+        "BertWordPieceLowerCase": flags("BertWordPieceLowerCase", vocab_file=bert_vocab(folder / "vocab.txt")),
+        "BertWordPieceCase": flags("BertWordPieceCase", vocab_file=bert_vocab(folder / "vocab.txt"), vocab_extra_ids=3),
+        "NullTokenizer": flags("NullTokenizer", vocab_size=100),
+        "ByteLevelTokenizer": flags("ByteLevelTokenizer"),
+    }
+
+
+KINDS = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "NullTokenizer",
+    "ByteLevelTokenizer",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    kinds = every_kind(tmp_path_factory.mktemp("kinds"))
+    return {kind: (build_tokenizer(cfg), build_tokenizer(cfg)) for kind, cfg in kinds.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_keeps_the_protocol(tokenizers, kind):
+    tokenizer, again = tokenizers[kind]
+    text = "3 1 41 5" if kind == "NullTokenizer" else SAMPLE
+    ids = tokenizer.tokenize(text)
+    assert ids and all(0 <= index < tokenizer.vocab_size for index in ids)
+    batch = tokenizer.tokenize_batch([text, "", text])
+    assert [array.tolist() for array in batch] == [ids, tokenizer.tokenize(""), ids]
+    assert all(isinstance(array, np.ndarray) for array in batch)
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    assert tokenizer.tokenizer_type == kind
+    assert tokenizer.fingerprint == again.fingerprint and len(tokenizer.fingerprint) == 64
+    json.dumps(tokenizer.unique_identifiers)
+    if not kind.startswith("Bert"):
+        assert (
+            tokenizer.detokenize(ids).replace("⁇", "?") in (text, text.replace("\n", " "))
+            or "Piece" in kind
+            or kind == "Llama2Tokenizer"
+        )
+    if kind != "NullTokenizer":
+        assert max(tokenizer.vocab.values()) + 1 == tokenizer.vocab_size
+        assert tokenizer.inv_vocab[tokenizer.eod] is not None
+
+
+def test_fingerprints_tell_tokenizers_apart(tokenizers):
+    prints = {kind: pair[0].fingerprint for kind, pair in tokenizers.items()}
+    del prints["Llama2Tokenizer"]  # the same model and ids as GPTSentencePieceTokenizer
+    assert len(set(prints.values())) == len(prints)
+
+
+def test_a_missing_role_is_named(tokenizers):
+    with pytest.raises(ValueError, match="no 'mask' token"):
+        tokenizers["ByteLevelTokenizer"][0].mask  # noqa: B018
+
+
+def test_null_tokenizer_is_megatrons():
+    tokenizer = build_tokenizer(flags("NullTokenizer", vocab_size=100))
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (100, 99, -1)
+    assert tokenizer.tokenize("5 17 3") == [5, 17, 3]
+    with pytest.raises(ValueError, match="outside --vocab-size"):
+        tokenizer.tokenize("100")
+
+
+def test_bert_ids_and_extra_ids(tokenizers):
+    lower, cased = tokenizers["BertWordPieceLowerCase"][0], tokenizers["BertWordPieceCase"][0]
+    assert lower.tokenize("The quick foxes jumps.") == [5, 6, 7, 8, 9, 10, 12]
+    assert cased.tokenize("The quick")[0] == 11
+    assert (lower.cls, lower.sep, lower.mask, lower.pad, lower.eod, lower.vocab_size) == (2, 3, 4, 0, 3, 14)
+    assert cased.additional_special_tokens_ids == [16, 17, 18] and cased.eod == 15
+
+
+def test_sentence_piece_layouts(tokenizers):
+    plain, t5 = tokenizers["GPTSentencePieceTokenizer"][0], tokenizers["SentencePieceTokenizer"][0]
+    assert plain.eod == plain.eos and tokenizers["Llama2Tokenizer"][0].tokenize(SAMPLE) == plain.tokenize(SAMPLE)
+    size = plain.vocab_size
+    assert [t5.cls, t5.sep, t5.eod, t5.mask] == [size, size + 1, size + 2, size + 3]
+    assert len(t5.additional_special_tokens_ids) == 5
+    ids = t5.tokenize("the <extra_id_1> fox")
+    assert t5.additional_special_tokens_ids[1] in ids
+
+
+def test_tik_tokenizer_puts_special_tokens_first(tokenizers):
+    tokenizer = tokenizers["TikTokenizer"][0]
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.vocab_size) == (2, 1, 1260)
+    assert tokenizer.tokenize("the</s>") == [1257, 2]
+    assert tokenizer.detokenize(tokenizer.tokenize(SAMPLE)) == SAMPLE
+
+
+def test_gpt2_files_equal_the_same_tokenizer_json(tokenizers):
+    one, other = tokenizers["HuggingFaceTokenizer"][0], tokenizers["GPT2BPETokenizer"][0]
+    assert one.is_fast and other.is_fast
+    assert one.tokenize(SAMPLE) == other.tokenize(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"eos_token": "</s>", "bos_token": "<s>"}, "</s>"),
+        ({"eos_token": {"content": "</s>"}}, "</s>"),
+        ({}, "<|endoftext|>"),
+    ],
+)
+def test_end_of_document_comes_from_the_files_beside(tmp_path, content, expected):
+    byte_level_bpe(tmp_path / "tokenizer.json", special=("<|endoftext|>", "<s>", "</s>"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    tokenizer = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    assert tokenizer.inv_vocab[tokenizer.eod] == expected
+    assert tokenizer.inv_vocab[tokenizer.bos] == "<s>"
+
+
+def test_special_tokens_can_be_added(tmp_path):
+    path = byte_level_bpe(tmp_path / "tokenizer.json", special=("<unk>",))
+    tokenizer = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=path, tokenizer_special_tokens=["<eod>"]))
+    assert tokenizer.eod == tokenizer.vocab_size - 1 and tokenizer.tokenize("a<eod>")[-1] == tokenizer.eod
+
+
+def write(path, content):
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return str(path)
+
+
+def make_folder(path, **files):
+    path.mkdir()
+    for name, content in files.items():
+        write(path / name.replace("__", "."), content)
+    return str(path)
+
+
+BROKEN = {
+    "hub name": (lambda t: flags("HuggingFaceTokenizer", tokenizer_model="meta-llama/Llama-3-8B"), "not downloaded"),
+    "no path": (lambda t: flags("HuggingFaceTokenizer"), "needs --tokenizer-model"),
+    "empty folder": (
+        lambda t: flags("HuggingFaceTokenizer", tokenizer_model=make_folder(t / "f")),
+        "no tokenizer.json",
+    ),
+    "not json": (lambda t: flags("HuggingFaceTokenizer", tokenizer_model=write(t / "a", "hello")), "not a JSON file"),
+    "a list": (lambda t: flags("HuggingFaceTokenizer", tokenizer_model=write(t / "a", [1])), "JSON list"),
+    "other json": (
+        lambda t: flags("HuggingFaceTokenizer", tokenizer_model=write(t / "a", {"x": 1})),
+        "cannot|not a tokenizer",
+    ),
+    "no end": (
+        lambda t: flags("HuggingFaceTokenizer", tokenizer_model=byte_level_bpe(t / "a.json", special=("<x>",))),
+        "no end-of-document token",
+    ),
+    "shared id": (
+        lambda t: flags(
+            "HuggingFaceTokenizer",
+            tokenizer_model=byte_level_bpe(t / "a.json", edit=lambda d: d["model"]["vocab"].update({"zzz": 300})),
+        ),
+        "share the id 300",
+    ),
+    "added id": (
+        lambda t: flags(
+            "HuggingFaceTokenizer",
+            tokenizer_model=byte_level_bpe(t / "a.json", edit=lambda d: d["added_tokens"][0].update(id=77)),
+        ),
+        "claims id 77",
+    ),
+    "own code": (
+        lambda t: flags(
+            "HuggingFaceTokenizer",
+            tokenizer_model=make_folder(
+                t / "f", tokenizer__json={}, tokenizer_config__json={"auto_map": {"AutoTokenizer": ["x.Y", None]}}
+            ),
+        ),
+        "never run",
+    ),
+    "no merges": (lambda t: flags("GPT2BPETokenizer", vocab_file=gpt2_files(t)[0]), "needs --merge-file"),
+    "merges are vocab": (
+        lambda t: flags("GPT2BPETokenizer", vocab_file=gpt2_files(t)[0], merge_file=write(t / "m", "a b c\n")),
+        "not two tokens",
+    ),
+    "vocab is text": (
+        lambda t: flags("GPT2BPETokenizer", vocab_file=bert_vocab(t / "v"), merge_file=gpt2_files(t)[1]),
+        "not a JSON file",
+    ),
+    "spm is text": (
+        lambda t: flags("Llama2Tokenizer", tokenizer_model=bert_vocab(t / "v")),
+        "not a SentencePiece model",
+    ),
+    "spm is empty": (
+        lambda t: flags("Llama2Tokenizer", tokenizer_model=write(t / "v", "")),
+        "not a SentencePiece model",
+    ),
+    "spm without end": (
+        lambda t: flags("GPTSentencePieceTokenizer", tokenizer_model=sentence_piece_model(t / "m", eos_id=-1)),
+        "no end-of-sequence piece",
+    ),
+    "spm folder": (lambda t: flags("Llama2Tokenizer", tokenizer_model=str(t)), "is a folder"),
+    "bert twice": (lambda t: flags("BertWordPieceCase", vocab_file=write(t / "v", "[PAD]\na\na\n")), "'a' twice"),
+    "bert lacks": (lambda t: flags("BertWordPieceCase", vocab_file=write(t / "v", "[PAD]\na\n")), r"lacks \[CLS\]"),
+    "bert missing": (lambda t: flags("BertWordPieceCase", vocab_file=str(t / "none")), "cannot be read"),
+    "tik object": (lambda t: flags("TikTokenizer", tokenizer_model=write(t / "v", {"a": 1})), "not a list"),
+    "tik bytes": (
+        lambda t: flags(
+            "TikTokenizer", tokenizer_model=write(t / "v", [{"rank": 0, "token_bytes": "YQ==", "token_str": "a"}])
+        ),
+        "not the byte 0",
+    ),
+    "tik size": (
+        lambda t: flags("TikTokenizer", tokenizer_model=tiktoken_json(t / "v"), vocab_size=4000),
+        "use --vocab-size 1260",
+    ),
+    "tik specials": (
+        lambda t: flags("TikTokenizer", tokenizer_model=tiktoken_json(t / "v"), tokenizer_special_tokens=["<s>"]),
+        "missing: <unk>",
+    ),
+    "null size": (lambda t: flags("NullTokenizer"), "needs --vocab-size"),
+    "not yet": (lambda t: flags("SFTTokenizer"), "not available yet"),
+    "unknown": (lambda t: flags("YTTMTokenizer"), "unknown; choose one of"),
+    "none": (lambda t: flags(None), "not set"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files_are_refused_with_the_reason(tmp_path, case):
+    make, reason = BROKEN[case]
+    cfg = make(tmp_path)
+    with pytest.raises(ValueError, match=reason):
+        build_tokenizer(cfg)
+
+
+def test_lone_surrogates_are_refused(tokenizers):
+    for kind in KINDS:
+        if kind != "NullTokenizer":
+            with pytest.raises((ValueError, UnicodeEncodeError)):
+                tokenizers[kind][0].tokenize("a\ud800b")
+
+
+def test_a_missing_library_names_the_flag_and_the_fix():
+    with pytest.raises(ValueError, match=r"--tokenizer-type X needs the package 'no_such_library'.*pip install"):
+        require("no_such_library", "--tokenizer-type X")
+
+
+def test_from_pretrained_tells_the_kind_from_the_files(tmp_path):
+    byte_level_bpe(tmp_path / "tokenizer.json")
+    assert MegatronTokenizer.from_pretrained(str(tmp_path)).tokenizer_type == "HuggingFaceTokenizer"
+    assert MegatronTokenizer.from_pretrained(tiktoken_json(tmp_path / "t.json")).tokenizer_type == "TikTokenizer"
+    assert MegatronTokenizer.from_pretrained(bert_vocab(tmp_path / "v.txt")).tokenizer_type == "BertWordPieceLowerCase"
+    assert (
+        "SentencePiece" in MegatronTokenizer.from_pretrained(sentence_piece_model(tmp_path / "s.model")).tokenizer_type
+    )
+    other = tmp_path / "gpt2"
+    other.mkdir()
+    gpt2_files(other)
+    assert MegatronTokenizer.from_pretrained(str(other)).tokenizer_type == "GPT2BPETokenizer"
+    with pytest.raises(ValueError, match="not downloaded"):
+        MegatronTokenizer.from_pretrained("gpt2-medium")
+
+
+def test_importing_needs_no_torch_and_no_tokenizer_library():
+    code = (
+        "import sys, megatron.core.tokenizers, megatron.core.datasets.preprocessing.pipeline\n"
+        "heavy = {'torch', 'tokenizers', 'tiktoken', 'sentencepiece', 'pyarrow', 'nltk', 'transformers'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == ""
