@@ -153,24 +153,31 @@ def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "norma
 class DropoutStream:
     """Keep-masks as functions of (seed, sample, layer, site, token position, feature), independent of any layout.
 
-    The counter words of one element are: feature // 4, token position, low half of the sample index, and (row << 16 | high
-    half of the sample index), where ``row`` tells attention heads apart. The key is (seed, layer, site).
+    The counter words of one element are: feature // 8, token position, low half of the sample index, and
+    (row << 16 | high half of the sample index), where ``row`` tells attention heads apart. The key is (seed, layer, site).
+    Each of the eight 16-bit lanes of a counter's four words decides one feature, so that rates are multiples of 2**-16;
+    ``exact_rate`` is what scales must be computed from.
     """
 
     seed: int
 
+    @staticmethod
+    def exact_rate(rate: float) -> float:
+        """The multiple of 2**-16 with which values are dropped."""
+        return round(rate * 65536) / 65536
+
     def keep_mask(
         self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature: range
     ) -> Tensor:
-        """Bool mask, True with probability 1 - ``rate``.
+        """Bool mask, True with probability 1 - ``exact_rate(rate)``.
 
         ``sample``, ``position`` and ``row`` are int64 tensors that broadcast to all dims but the last (their own last dim
         is 1); ``feature`` are the consecutive global feature indices along the last dim.
         """
-        threshold = min(round(rate * 2**32), _MASK32)
-        first, last = feature.start >> 2, (feature.stop + 3) >> 2
+        first, last = feature.start >> 3, (feature.stop + 7) >> 3
         blocks = torch.arange(first, last, device=sample.device)
         high = (sample >> 32) | (row << 16)
         words = philox((blocks, position, sample & _MASK32, high), key(self.seed, "dropout", *site))
-        mask = torch.stack([word >= threshold for word in words], dim=-1).flatten(-2)
-        return mask.narrow(-1, feature.start & 3, len(feature))
+        lanes = torch.stack((words[0] | words[1] << 32, words[2] | words[3] << 32), dim=-1).view(torch.int16)
+        # lanes are uniform on [-2**15, 2**15)
+        return (lanes.flatten(-2) >= round(rate * 65536) - 32768).narrow(-1, feature.start & 7, len(feature))

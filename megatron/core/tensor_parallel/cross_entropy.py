@@ -102,12 +102,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 logits_tv[block, :true_size], local_target[block], gradient[block, :true_size], group, compute_dtype
             )
         ctx.save_for_backward(gradient.view(logits.shape))
+        ctx.reuse_logits = reuse_logits
         return loss.view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (gradient,) = ctx.saved_tensors
-        return gradient * grad_loss.unsqueeze(-1).to(gradient.dtype), None, None, None, None
+        scale = grad_loss.unsqueeze(-1).to(gradient.dtype)
+        # in place, autograd's version check makes a second backward an error instead of a wrong gradient
+        gradient = gradient.mul_(scale) if ctx.reuse_logits else gradient * scale
+        return gradient, None, None, None, None
 
 
 def _loss_and_gradient(

@@ -34,12 +34,12 @@ class _ScaleByMask(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.scale = scale
-        return (x * mask).mul_(scale)
+        return (x * mask.view(torch.uint8)).mul_(scale)  # four times as fast as a product with a bool tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (mask,) = ctx.saved_tensors
-        return (grad * mask).mul_(ctx.scale), None, None
+        return (grad * mask.view(torch.uint8)).mul_(ctx.scale), None, None
 
 
 class Dropout(nn.Module):
@@ -50,7 +50,7 @@ class Dropout(nn.Module):
         self.rate, self.site = rate, site
 
     def _scaled(self, x: Tensor, mask: Tensor) -> Tensor:
-        return _ScaleByMask.apply(x, mask, 1.0 / (1.0 - self.rate))
+        return _ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
 
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
         if coordinates is None:
@@ -67,7 +67,7 @@ class Dropout(nn.Module):
         at = self._checked(coordinates)
         features = range(x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        step = max(1, _COUNTERS_PER_PASS * 4 // max(1, x[0].numel()))
+        step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
         for first in range(0, len(x), step):
             position = at.position_s[first : first + step, None, None]
             sample = at.sample_b[None, :, None]
@@ -91,7 +91,7 @@ class AttentionDropout(Dropout):
         position = at.position_s[None, :, None]
         rows = torch.arange(self.first_head, self.first_head + x.shape[1], device=x.device)[:, None, None]
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        step = max(1, _COUNTERS_PER_PASS * 4 // max(1, x[0, 0].numel()))
+        step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0, 0].numel()))
         for batch in range(x.shape[0]):
             for first in range(0, x.shape[1], step):
                 mask[batch, first : first + step] = at.stream.keep_mask(

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.fusions.rms_norm import rms_norm
 from megatron.core.placement import Ones, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,8 +57,8 @@ class RMSNorm(_Norm):
     def forward(self, x: Tensor) -> Tensor:
         weight = self._whole_weight()
         if x.dtype == weight.dtype:
-            return F.rms_norm(x, self.shape, weight, self.eps)
-        return F.rms_norm(x, self.shape, weight.to(x.dtype), self.eps).to(self.output_dtype)
+            return rms_norm(x, weight, self.eps)
+        return rms_norm(x, weight.to(x.dtype), self.eps).to(self.output_dtype)
 
 
 class L2Norm(nn.Module):
