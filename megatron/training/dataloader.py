@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.training.exit_conditions import outlive_exit_signal
+
 PADDING = -1  # the data set index of a sample that only evens out a ragged last batch
 
 
@@ -142,4 +144,5 @@ def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool)
         collate_fn=collate,
         pin_memory=pin_memory,
         persistent_workers=False,
+        worker_init_fn=outlive_exit_signal,
     )

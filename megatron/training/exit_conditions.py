@@ -115,7 +115,7 @@ class ExitConditions:
     """Asks :func:`decide` once per iteration with what all ranks agree on.
 
     With --exit-signal-handler the signal only sets a flag, however often it comes: a second one while the checkpoint
-    is written changes nothing. The handler stays until :meth:`close`, the last thing before the process ends.
+    is written, or while the process ends, changes nothing.
     """
 
     def __init__(self, cfg: ExitFlags, *, start_time: float | None = None):
@@ -148,9 +148,9 @@ class ExitConditions:
         return decide(self.cfg, state, elapsed, signalled, self._first_iteration)
 
     def close(self) -> None:
-        """Put the previous signal handler back."""
+        """Put the previous signal handler back; once signalled, the process is ending and ignores further ones."""
         if self._previous is not None:
-            signal.signal(self._signal, self._previous)
+            signal.signal(self._signal, signal.SIG_IGN if self.signalled else self._previous)
             self._previous = None
 
     def __enter__(self) -> "ExitConditions":
@@ -158,6 +158,16 @@ class ExitConditions:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def outlive_exit_signal(worker_id: int) -> None:
+    """``worker_init_fn`` of a DataLoader: lets workers live through the SIGTERM that their trainer catches.
+
+    torchrun and batch systems signal whole process groups, and torch gives workers a SIGTERM handler that ends them:
+    the trainer would then die of its loader before it reaches the checkpoint. Workers still end with their trainer.
+    """
+    if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, signal.SIG_IGN, None):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def agree(elapsed: float, signalled: bool) -> tuple[float, bool]:

@@ -5,6 +5,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+from torch.utils.data import DataLoader
 
 from megatron.training.exit_conditions import (
     ExitConditions,
@@ -15,6 +16,7 @@ from megatron.training.exit_conditions import (
     is_eval_iteration,
     is_log_iteration,
     is_save_iteration,
+    outlive_exit_signal,
 )
 from megatron.training.train_state import TrainState
 
@@ -134,8 +136,16 @@ def test_reasons_their_order_and_words(changed, elapsed, signalled, kind, messag
         assert reason.finished == kind.startswith("train")
 
 
-def test_signals_set_a_flag_however_often_they_come():
-    before = signal.getsignal(signal.SIGUSR1)
+@pytest.fixture
+def restored():
+    """The handlers of the test process after the test."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_set_a_flag_however_often_they_come(restored):
     with ExitConditions(flags(exit_signal_handler=True, exit_signal=signal.SIGUSR1)) as exits:
         state = TrainState()
         assert exits.check(state) is None
@@ -144,7 +154,30 @@ def test_signals_set_a_flag_however_often_they_come():
         state.iteration = 1
         assert exits.signalled and exits.check(state).kind == "signal"
         assert exits.check(state).kind == "signal"
+    os.kill(os.getpid(), signal.SIGUSR1)  # while the process ends: the exit code stays 0
+
+
+def test_an_unsignalled_run_puts_the_handler_back():
+    before = signal.getsignal(signal.SIGUSR1)
+    with ExitConditions(flags(exit_signal_handler=True, exit_signal=signal.SIGUSR1)):
+        assert signal.getsignal(signal.SIGUSR1) != before
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+@pytest.mark.parametrize("handles", [True, False])
+def test_loader_workers_outlive_the_signal_only_if_the_trainer_catches_it(restored, handles):
+    cfg = flags(exit_signal_handler=handles)
+    with ExitConditions(cfg):
+        loader = DataLoader(range(100), num_workers=1, worker_init_fn=outlive_exit_signal)
+        batches = iter(loader)
+        next(batches)
+        (worker,) = batches._workers
+        os.kill(worker.pid, signal.SIGTERM)
+        if handles:
+            assert len(list(batches)) == 99
+        else:
+            worker.join(10)
+            assert not worker.is_alive()
 
 
 def test_without_the_flag_no_handler_is_installed():
