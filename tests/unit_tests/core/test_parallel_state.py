@@ -1,0 +1,113 @@
+"""Rank grids, process groups and the getters that programs use."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import mpu, parallel_state
+from megatron.core.process_groups import RankGrid, build_process_groups
+
+
+def test_dense_groups_of_the_documented_example():
+    grid = RankGrid(tp=2, pp=4, dp=2)  # 16 ranks, tp fastest, pp slowest
+    assert grid.rank_lists("tp") == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert grid.rank_lists("dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert grid.rank_lists("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    assert grid.embedding_rank_lists()[:3] == [[0, 12], [4], [8]]
+
+
+def test_the_pp_before_dp_order():
+    grid = RankGrid(tp=2, pp=2, dp=2, order="tp-cp-ep-pp-dp")
+    assert grid.rank_lists("pp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.rank_lists("dp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_context_groups_lie_between_tensor_and_data():
+    grid = RankGrid(tp=2, cp=2, dp=2)
+    assert grid.rank_lists("cp") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.rank_lists("dp-cp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert grid.rank_lists("tp-cp") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_expert_groups_are_taken_from_all_but_the_pipeline():
+    grid = RankGrid(tp=2, dp=4, pp=2, ep=4, etp=1)
+    assert grid.expert_rank_lists("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert grid.expert_rank_lists("dp") == [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
+    assert grid.edp == 2 and grid.expert_rank_lists("pp") == grid.rank_lists("pp")
+
+
+@pytest.mark.parametrize(
+    "grid", [RankGrid(tp=2, cp=2, dp=3, pp=2, ep=3), RankGrid(tp=4, dp=2, ep=2, etp=2), RankGrid(dp=5), RankGrid()]
+)
+def test_every_field_partitions_the_world_and_each_rank_knows_its_place(grid):
+    for name, lists in grid.all_rank_lists().items():
+        assert sorted(rank for ranks in lists for rank in ranks) == list(range(grid.world_size)), name
+    made = []
+    for rank in range(grid.world_size):
+        groups = build_process_groups(grid, rank, lambda name, lists: made.append(name) or (name, None))
+        assert groups.tp.ranks[groups.tp.rank] == rank == groups.edp.ranks[groups.edp.rank]
+        assert (groups.tp.size, groups.cp.size, groups.dp.size, groups.pp.size) == (grid.tp, grid.cp, grid.dp, grid.pp)
+        assert (groups.ep.size, groups.etp.size, groups.edp.size) == (grid.ep, grid.expert_tp, grid.edp)
+        assert all((group.handle is None) == (group.size == 1) for group in vars(groups).values())
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: RankGrid.from_world(6, tp=4), "not divisible by tensor-model-parallel 4"),
+        (lambda: RankGrid(tp=0), "at least 1"),
+        (lambda: RankGrid(dp=3, ep=2), "expert grid"),
+        (lambda: RankGrid(order="tp-dp"), "permutation"),
+    ],
+)
+def test_impossible_grids_say_why(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_one_process_needs_no_distributed(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    parallel_state.initialize_model_parallel()
+    try:
+        assert parallel_state.model_parallel_is_initialized() and not dist.is_initialized()
+        assert parallel_state.get_tensor_model_parallel_world_size() == 1 == mpu.get_data_parallel_world_size()
+        assert parallel_state.is_pipeline_first_stage() and parallel_state.is_pipeline_last_stage()
+        with pytest.raises(RuntimeError, match="already initialised"):
+            parallel_state.initialize_model_parallel()
+    finally:
+        parallel_state.destroy_model_parallel()
+    assert not parallel_state.model_parallel_is_initialized()
+    with pytest.raises(RuntimeError, match="not initialised"):
+        parallel_state.get_tensor_model_parallel_rank()
+
+
+def _getters_of_a_real_world(rank, world_size):
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    try:
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        alone = torch.tensor([float(rank)])
+        dist.all_reduce(alone, group=parallel_state.get_pipeline_model_parallel_group())
+        return (
+            parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank(), total.item(),
+            alone.item(), parallel_state.get_tensor_model_parallel_src_rank(),
+        )  # fmt: skip
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_getters_and_handles_in_a_world_of_four(gloo_pool):
+    assert gloo_pool.run(_getters_of_a_real_world, 4) == [(0, 0, 2, 0, 0), (1, 0, 4, 1, 0), (0, 1, 2, 2, 2), (1, 1, 4, 3, 2)]
+
+
+def test_importing_parallel_state_pulls_in_little():
+    program = (
+        "import sys, megatron.core.parallel_state;"
+        "print(len([m for m in sys.modules if m.split('.')[0] == 'megatron']))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(result.stdout) <= 10
