@@ -8,12 +8,15 @@ activations after Korthikanti et al. 2022, "Reducing activation recomputation in
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import num_microbatches_calculator as batch_sizes
 from megatron.core import optimizer_param_scheduler as schedules
+from megatron.training.arguments import validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
 
 GIB = 2**30
@@ -110,6 +113,26 @@ def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
         with open(path, encoding="utf-8") as file:
             return sum(1 for line in file if line.strip()), path
     return None, "unknown"
+
+
+def preflight(cfg: PretrainConfig) -> bool:
+    """What can be answered before torch is loaded: contradictions, and the whole of --dry-run.
+
+    Args:
+        cfg: parsed, not yet resolved settings.
+
+    Returns:
+        whether the program is done.
+
+    Raises:
+        ConfigError: with every contradiction.
+    """
+    if cfg.use_checkpoint_args:
+        return False  # the checkpoint's settings are not known yet
+    resolved = validate_args(cfg, int(os.environ.get("WORLD_SIZE", "1")))
+    if cfg.dry_run and os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(dry_run_report(resolved))
+    return cfg.dry_run
 
 
 def dry_run_report(cfg: PretrainConfig) -> str:

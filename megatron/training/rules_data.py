@@ -32,7 +32,9 @@ def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
     sources = single + (["train_data_path"] if any(getattr(cfg, field) for field in PER_SPLIT) else [])
     sources += ["mock_data"] if cfg.mock_data else []
     if not sources and cfg.dataloader_type != "external":
-        yield missing("data_path", "is required", "or --train-data-path, --data-args-path, --mock-data ...")
+        yield missing(
+            "data_path", "a source of data is required", "or --train-data-path, --data-args-path, --mock-data"
+        )
     for field in sources[1:]:
         yield problem(cfg, field, f"contradicts {names_of(sources[0])}", "give one source of data")
 
@@ -77,7 +79,7 @@ def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
-    if cfg.use_checkpoint_args and cfg.load:
+    if cfg.use_checkpoint_args and (cfg.load or cfg.pretrained_checkpoint):
         return
     if cfg.tokenizer_type is None:
         yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")

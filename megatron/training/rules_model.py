@@ -12,7 +12,7 @@ Problems = Iterator[Problem]
 
 
 def architecture_is_given(cfg: PretrainConfig) -> Problems:
-    if cfg.use_checkpoint_args and cfg.load:
+    if cfg.use_checkpoint_args and (cfg.load or cfg.pretrained_checkpoint):
         return
     for field in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if getattr(cfg, field) is None:
@@ -32,7 +32,9 @@ def sizes_are_positive(cfg: PretrainConfig) -> Problems:
 
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
     hidden, heads = cfg.hidden_size, cfg.num_attention_heads
-    if hidden and heads and heads > 0 and "kv_channels" not in cfg.explicit and hidden % heads:
+    if not hidden or not heads or heads < 1 or "kv_channels" in cfg.explicit:
+        return
+    if hidden % heads and cfg.kv_channels == max(hidden // heads, 1):
         fix = f"nearest width: {max(hidden // heads, 1) * heads}; or give --kv-channels"
         yield problem(cfg, "hidden_size", f"is not a multiple of --num-attention-heads {heads}", fix)
 

@@ -76,7 +76,7 @@ def duration_is_given_once(cfg: PretrainConfig) -> Problems:
     if cfg.train_iters is not None and cfg.train_samples is not None and "train_iters" in cfg.explicit:
         yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
     if cfg.train_iters is None and cfg.train_samples is None and not cfg.skip_train:
-        yield missing("train_iters", "or --train-samples is required", "or --skip-train to evaluate only")
+        yield missing("train_iters", "this or --train-samples is required", "--skip-train only evaluates")
     if cfg.train_samples is not None and cfg.train_iters == 0 and not cfg.skip_train:
         yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.global_batch_size}")
     if "train_iters" in cfg.explicit and not cfg.skip_train:
@@ -191,11 +191,12 @@ def saving_is_complete(cfg: PretrainConfig) -> Problems:
 def loading_has_a_source(cfg: PretrainConfig) -> Problems:
     if cfg.load:
         return
-    for field in ("ckpt_step", "exit_on_missing_checkpoint", "use_checkpoint_args"):
+    for field in ("ckpt_step", "exit_on_missing_checkpoint"):
         if getattr(cfg, field) not in (None, False):
             yield problem(cfg, field, "needs --load DIRECTORY")
-    if cfg.finetune and not cfg.pretrained_checkpoint:
-        yield problem(cfg, "finetune", "needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY")
+    for field in ("finetune", "use_checkpoint_args"):
+        if getattr(cfg, field) and not cfg.pretrained_checkpoint:
+            yield problem(cfg, field, "needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY")
 
 
 def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
@@ -212,7 +213,7 @@ def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
     if cfg.wandb_project and not cfg.wandb_exp_name:
         yield missing("wandb_exp_name", "is required with --wandb-project")
     if cfg.wandb_project and not (cfg.wandb_save_dir or cfg.save):
-        yield missing("wandb_save_dir", "or --save is required with --wandb-project")
+        yield missing("wandb_save_dir", "this or --save is required with --wandb-project")
 
 
 def profile_range_is_a_range(cfg: PretrainConfig) -> Problems:

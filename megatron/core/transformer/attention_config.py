@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,22 +19,33 @@ def parse_window(text: str) -> tuple[int, int]:
     return parts[0], parts[1]
 
 
+_PATTERN = "must be an integer or a list of 0 and 1 such as [0]*3+[1]*58"
+
+
 def parse_layer_pattern(text: str) -> int | list[int]:
-    """An integer N ("every N-th layer") or a list of 0 and 1 per layer, also as a sum like ``[0]*3+[1]*58``."""
+    """An integer N ("every N-th layer") or a list of 0 and 1 per layer, also as ``[0]*3+[1]*58`` or ``([1,0])*4``."""
     try:
-        return int(text)
-    except ValueError:
-        pass
-    pattern: list[int] = []
-    for term in text.replace(" ", "").split("+"):
-        values, _, count = term.removeprefix("(").removesuffix(")").partition("]")
-        if not values.startswith("[") or (count and not count.startswith("*")):
-            raise ValueError("must be an integer or a list of 0 and 1 such as [0]*3+[1]*58")
-        ones = [int(value) for value in values[1:].split(",") if value]
-        pattern += ones * (int(count[1:]) if count else 1)
-    if not pattern or set(pattern) - {0, 1}:
-        raise ValueError("must be an integer or a list of 0 and 1 such as [0]*3+[1]*58")
-    return pattern
+        value = _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, RecursionError):
+        raise ValueError(_PATTERN) from None
+    if isinstance(value, list) and (not value or set(value) - {0, 1}):
+        raise ValueError(_PATTERN)
+    return value
+
+
+def _evaluate(node: ast.expr) -> int | list[int]:
+    """Integers, lists of integers, sums of lists, and lists times an integer; nothing is executed."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List) and all(isinstance(item, ast.Constant) for item in node.elts):
+        return [item.value for item in node.elts if isinstance(item, ast.Constant) and type(item.value) is int]
+    if isinstance(node, ast.BinOp):
+        left, right = _evaluate(node.left), _evaluate(node.right)
+        if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
+            return left + right
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right < 10_000:
+            return left * right
+    raise ValueError(_PATTERN)
 
 
 @dataclass(kw_only=True)

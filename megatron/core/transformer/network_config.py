@@ -79,7 +79,8 @@ class NetworkSizeConfig:
     """No fused scale, mask and softmax in attention."""
 
     bias_gelu_fusion: bool = True
-    """No fused bias and GELU."""
+    """No fused bias and GELU. Where there are biases, the fused form uses the tanh approximation of GELU; without it,
+    or without biases, GELU is exact."""
 
     bias_swiglu_fusion: bool = True
     """No fused bias and SwiGLU."""

@@ -61,7 +61,9 @@ NOT_YET: dict[str, NotYet] = {
         "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
         "overlap_cpu_optimizer_d2h_h2d",
     ),
-    **_each("bucketed, overlapped gradient reduction is", "overlap_grad_reduce ddp_num_buckets"),
+    **_each("choosing the number of gradient buckets instead of their size is", "ddp_num_buckets"),
+    **_each("cross entropy in float16 is", "fp16_lm_cross_entropy"),
+    **_each("a second time limit is", "distributed_timeout_seconds_after_init"),
     **_each(
         "fully sharded data parallelism is",
         "use_megatron_fsdp data_parallel_sharding_strategy use_torch_fsdp2 torch_fsdp2_reshard_after_forward "
@@ -141,7 +143,6 @@ NO_EFFECT: dict[str, str] = {
     "no_persist_layer_norm": "one normalization serves all sizes",
     "gradient_accumulation_fusion": "a fusion never changes results",
     "masked_softmax_fusion": "a fusion never changes results",
-    "bias_gelu_fusion": "a fusion never changes results",
     "bias_swiglu_fusion": "a fusion never changes results",
     "bias_dropout_fusion": "a fusion never changes results",
     "apply_rope_fusion": "a fusion never changes results",

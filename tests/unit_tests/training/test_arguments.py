@@ -152,7 +152,8 @@ def test_published_mixture_command_names_what_is_missing_at_once():
     command = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4 "
         "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
-        "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 --bf16 "
+        "--hidden-size 4096 --num-layers 32 --num-attention-heads 32 --seq-length 4096 --bf16 "
+        "--max-position-embeddings 4096 "
         "--use-mcore-models --transformer-impl transformer_engine --data-path x --vocab-file v --merge-file m"
     )
     problems = problems_of(command, world_size=8, base="", args_defaults={"tokenizer_type": "GPT2BPETokenizer"})

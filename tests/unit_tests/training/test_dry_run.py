@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse_args, validate_args
-from megatron.training.dry_run import count_parameters, dry_run_report, estimate_memory, vocab_size_of
+from megatron.core.cli import ConfigError
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.training.dry_run import count_parameters, dry_run_report, estimate_memory, preflight, vocab_size_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -94,3 +95,40 @@ def test_dry_run_needs_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0 and "parameters" in result.stdout, result.stderr
+
+
+def test_preflight_answers_a_dry_run_and_refuses_contradictions(capsys):
+    assert not preflight(parse_args(TINY.split()))
+    assert not preflight(parse_args(["--use-checkpoint-args", "--load", "x"]))
+    assert capsys.readouterr().out == ""
+    assert preflight(parse_args((TINY + " --dry-run").split()))
+    assert capsys.readouterr().out.startswith("layout")
+    with pytest.raises(ConfigError, match="--num-layers: is required"):
+        preflight(parse_args([]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--squared-relu --qk-layernorm --tokenizer-type NullTokenizer",
+        "--add-qkv-bias --disable-bias-linear --untie-embeddings-and-output-weights --quick-geglu --kv-channels 8",
+        "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+        "--qk-layernorm --position-embedding-type rope",
+    ],
+)
+def test_counted_parameters_are_those_of_the_model(text):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    cfg = settings(text)
+    config = core_transformer_config_from_args(cfg)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        vocab_size=cfg.vocab_size,
+        max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=cfg.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+    )
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(cfg, cfg.vocab_size).total
