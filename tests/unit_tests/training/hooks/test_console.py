@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,25 @@ def test_a_parser_that_splits_at_bars_gets_every_field():
     values = dict(field.split(": ", 1) for field in fields[1:-1])
     assert float(values["lm loss"]) == 10.82345 and int(values["consumed samples"]) == 256
     assert list(values)[-1] == "number of nan iterations"
+
+
+def documented_expression():
+    page = (Path(__file__).parents[4] / "docs" / "logging.md").read_text()
+    assert GOLDEN in page
+    return re.compile(page.split("```regex\n")[1].split("```")[0], re.VERBOSE)
+
+
+def test_the_documented_expression_matches_every_form_of_the_line():
+    expression = documented_expression()
+    found = expression.match(GOLDEN)
+    assert found["loss_scale"] == "1.0" and found["params_norm"] == "1.234" and found["skipped_samples"] is None
+    bare = training_line(summary(grad_norm=None, num_zeros=None, params_norm=None, losses={}), 100, None, NOW)
+    assert expression.match(bare)["losses"] == ""
+    odd = summary(
+        8, losses={"lm loss": float("nan"), "load balancing loss": 1.0}, grad_norm=float("inf"), loss_scale=65536.0
+    )
+    found = expression.match(training_line(odd, 100, None, NOW))
+    assert found["losses"] == " lm loss: NAN | load balancing loss: 1.000000E+00 |" and found["grad_norm"] == "inf"
 
 
 def test_evaluation_lines_are_framed_by_dashes():
