@@ -17,7 +17,9 @@ from megatron.core.dist_checkpointing import save as save_state
 from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.dist_checkpointing.sharded_tensor import module_tensors, replicated
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+]  # fmt: skip
 
 
 def values(shape, dtype, seed=0):
@@ -140,7 +142,7 @@ def test_damaged_tensors_are_named_at_load(saved):
 @pytest.mark.parametrize("harm, words", [
     (lambda d: (d / "model_00000.safetensors").unlink(), "model_00000.safetensors is missing"),
     (lambda d: (d / "model_00000.safetensors").write_bytes(b""), "has 0 bytes instead of"),
-    (lambda d: shutil.copy(d / "model_00000.safetensors", d / "model_00009.safetensors"), "model_00009.*does not belong"),
+    (lambda d: shutil.copy(d / "model_00000.safetensors", d / "x.safetensors"), "x.safetensors does not belong"),
     (lambda d: (d / "metadata.json").unlink(), "metadata.json is missing"),
     (lambda d: (d / "metadata.json").write_bytes((d / "metadata.json").read_bytes()[:-9]), "damaged or incomplete"),
     (lambda d: (d / "metadata.json").write_text("{}"), "damaged or incomplete"),
@@ -161,7 +163,10 @@ def rewrite(saved, change):
     path.write_bytes(manifest_module.encode(content))
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", ".safetensors", "x.bin"])
+BAD_NAMES = ["../secret.safetensors", "/etc/x.safetensors", "a/b.safetensors", ".safetensors", "x.bin"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
 def test_paths_in_the_manifest_are_refused(saved, name):
     def change(content):
         content["files"][name] = content["files"].pop("model_00000.safetensors")
