@@ -37,12 +37,14 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = rf"{_CONTRACTION}|{_LETTERS}|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_TAIL}"
 _QWEN2 = rf"{_CONTRACTION}|{_LETTERS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_TAIL}"
 
-# The same language, commonest alternatives first (+40 % on Python sources). A word, with or without its space, cannot
-# start with an apostrophe, so that trying it before the contractions changes nothing.
+# The same language, quicker in tiktoken's engine: what needs no look-ahead is one group, so that one pass of the linear
+# matcher decides it (+35 to +60 %), and words come first. Letters, digits and other signs exclude each other as first
+# characters, so only the contractions' place before the other signs matters. Where ``\s+(?!\S)`` fails, one blank is
+# left.
 FAST_PATTERNS = {
-    _GPT2: rf" ?\p{{L}}+| ?\p{{N}}+|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{{L}}\p{{N}}]+|{_TAIL}",
-    _LLAMA3: rf" ?\p{{L}}+|{_LLAMA3}",
-    _QWEN2: rf" ?\p{{L}}+|{_QWEN2}",
+    _GPT2: r"(?: ?\p{L}+|'(?:[sdmt]|ll|ve|re)| ?[^\s\p{L}\p{N}]+| ?\p{N}+)|\s+(?!\S)|\s",
+    _LLAMA3: _LLAMA3.replace(f"|{_TAIL}", r")|\s+(?!\S)|\s").replace(_CONTRACTION, f"(?:{_CONTRACTION}"),
+    _QWEN2: _QWEN2.replace(f"|{_TAIL}", r")|\s+(?!\S)|\s").replace(_CONTRACTION, f"(?:{_CONTRACTION}"),
 }
 
 # Characters new in Unicode 12 to 17, letters, digits and marks: libraries built on different tables split these apart.
