@@ -13,7 +13,7 @@ def main() -> int:
     with exit_on_config_error("pretrain_gpt.py"):
         cfg = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
 
-    from megatron.training.pretrain import run
+    from megatron.training.program import run
     from megatron.training.tasks.gpt import GPTTask
 
     return run(cfg, GPTTask)

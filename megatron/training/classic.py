@@ -23,7 +23,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.initialize import configure_logging, rank_from_environment, world_size_from_environment
 from megatron.training.initialize import initialize_megatron as bring_up
-from megatron.training.pretrain import run
+from megatron.training.program import run
 from megatron.training.tasks.base import NumSamples, Task
 from megatron.training.timers import Timers
 
@@ -128,7 +128,7 @@ def pretrain(
         raise ValueError("pretrain(process_non_loss_data_func=...): not available yet; pass None")
     if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
         raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
-    cfg = parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider)
+    cfg = parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False)
     functions = {
         "datasets_provider": train_valid_test_dataset_provider,
         "model_provider": model_provider,
@@ -159,7 +159,8 @@ def initialize_megatron(
     from megatron.core.tokenizers import build_tokenizer
 
     cfg = validate_args(
-        parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider), world_size_from_environment()
+        parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False),
+        world_size_from_environment(),
     )
     configure_logging(cfg.logging_level)
     bring_up(cfg)

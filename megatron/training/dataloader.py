@@ -143,6 +143,6 @@ def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool)
         num_workers=num_workers,
         collate_fn=collate,
         pin_memory=pin_memory,
-        persistent_workers=False,
+        generator=torch.Generator(),  # worker seeds come from here: torch's global state stays what resuming restores
         worker_init_fn=outlive_exit_signal,
     )

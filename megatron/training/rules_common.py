@@ -23,9 +23,27 @@ def problem(cfg: PretrainConfig, field: str, reason: str, fix: str = "") -> Prob
     return Problem(name, reason, fix=fix) if is_bool or value is None else Problem(name, reason, value, fix)
 
 
+EXAMPLES = {
+    "num_layers": "12",
+    "hidden_size": "768",
+    "num_attention_heads": "12",
+    "max_position_embeddings": "1024",
+    "seq_length": "1024",
+    "micro_batch_size": "4",
+    "lr": "3e-4",
+    "vocab_size": "50257",
+    "recompute_method": "uniform",
+    "recompute_num_layers": "1",
+}
+"""Values that show what a required flag looks like."""
+
+
 def missing(field: str, reason: str = "is required", fix: str = "") -> Problem:
     """A problem of a field that has no value."""
-    return Problem(_names()[field][0], reason, fix=fix)
+    name = _names()[field][0]
+    if not fix and field in EXAMPLES:
+        fix = f"for example {name} {EXAMPLES[field]}"
+    return Problem(name, reason, fix=fix)
 
 
 def names_of(*fields: str) -> str:

@@ -177,8 +177,6 @@ def skipped_iterations_exist(cfg: PretrainConfig) -> Problems:
 
 
 def saving_is_complete(cfg: PretrainConfig) -> Problems:
-    if cfg.save and cfg.save_interval is None and not cfg.skip_train:
-        yield missing("save_interval", "is required with --save", "for example --save-interval 1000")
     for field in ("save_interval", "save_retain_interval", "log_progress"):
         if getattr(cfg, field) and not cfg.save:
             yield problem(cfg, field, "needs --save DIRECTORY")

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Components:
-    """What a run is made of, built by ``megatron.training.pretrain``."""
+    """What a run is made of, built by ``megatron.training.program``."""
 
     task: Task
     groups: ProcessGroups

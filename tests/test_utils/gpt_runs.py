@@ -1,5 +1,7 @@
 """Whole training runs of a tiny GPT, inside a test: the program of ``pretrain_gpt.py`` without a new interpreter."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
@@ -32,10 +34,18 @@ def write_dataset(prefix: Path, num_documents: int = 60, seed: int = 0) -> Path:
 def train(rank: int, world_size: int, argv: list[str]) -> int:
     """``pretrain_gpt.py`` with ``argv`` on one rank of the pool; the exit code."""
     from megatron.training.arguments import parse_args
-    from megatron.training.pretrain import run
+    from megatron.training.program import run
     from megatron.training.tasks.gpt import GPTTask
 
     return run(parse_args(MODEL_FLAGS + argv), GPTTask)
+
+
+def train_with_errors(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+    """Like :func:`train`, with what the rank wrote to stderr."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        code = train(rank, world_size, argv)
+    return code, errors.getvalue()
 
 
 def read_records(path: Path) -> list[dict]:

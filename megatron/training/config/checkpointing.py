@@ -16,7 +16,7 @@ class CheckpointConfig:
     """Directory that checkpoints are written to."""
 
     save_interval: int | None = flag("--save-interval", "--persistent-save-interval")
-    """Iterations between checkpoints. Required with --save."""
+    """Iterations between checkpoints; without it one is saved only where training stops."""
 
     save_retain_interval: int | None = None
     """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -42,6 +42,9 @@ from megatron.training.train_state import TrainState
 from megatron.training.trainer import Components, Trainer
 
 logger = logging.getLogger(__name__)
+
+UNSAVED_EXIT_CODE = 75
+"""sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and the run can be resumed."""
 
 ConfigClass = TypeVar("ConfigClass")
 TaskFactory = Callable[[PretrainConfig, Any], Task]
@@ -93,6 +96,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
         finally:
             for hook in parts.hooks:
                 hook.on_train_end(parts.state)
+            parts.checkpointer.close()
 
 
 def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> int:
@@ -100,7 +104,7 @@ def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitCondi
     code = 0
     if not cfg.skip_train:
         reason = trainer.train()
-        code = reason.exit_code
+        code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
             return code
     trainer.evaluate(parts.valid_sets, "validation", final=True)
@@ -156,6 +160,15 @@ def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups:
         consumed_samples=state.consumed_train_samples,
         total_samples=sys.maxsize if cfg.dataloader_type == "cyclic" else len(dataset),
     )
-    return iter(build_loader(dataset, sampler, cfg.num_workers, torch.cuda.is_available()))
+    return until_exhausted(build_loader(dataset, sampler, cfg.num_workers, torch.cuda.is_available()), len(dataset))
+
+
+def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
+    """``loader``'s batches; running out of them is an error that says what to do."""
+    yield from loader
+    raise ValueError(
+        f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources repeat,"
+        " or more data, or fewer --train-iters"
+    )
 
 
