@@ -15,6 +15,13 @@ from megatron.core.process_groups import Group
 T = TypeVar("T")
 
 
+def all_ranks() -> Group:
+    """The whole world of torch.distributed; one rank where it is not up."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Group("world")
+    return Group("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+
+
 def all_gather_json(value: Any, group: Group) -> list[Any]:
     """``value`` of every rank of ``group``, by group rank."""
     if group.size == 1:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.exchange import together
+from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest
 from megatron.core.dist_checkpointing.sharded_tensor import DTYPES, ShardedTensor
 from megatron.core.process_groups import Group
@@ -41,12 +40,12 @@ def load(
         sharded_state_dict: this rank's rectangles.
         checkpoint_dir: the checkpoint.
         allow_unused: prefixes of names that no rank needs to ask for. Any other stored name must be asked for.
-        group: all ranks; by default the world of ``parallel_state``.
+        group: all ranks; by default all of torch.distributed.
 
     Raises:
         CheckpointError: damage, missing or unused names, other shapes; all of them listed.
     """
-    group = group or parallel_state.get_process_groups().world
+    group = group or all_ranks()
     return load_from(together_reader(checkpoint_dir, group), sharded_state_dict, allow_unused=allow_unused, group=group)
 
 

@@ -21,9 +21,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointWriteError
-from megatron.core.dist_checkpointing.exchange import all_gather_json, from_first_rank, together
+from megatron.core.dist_checkpointing.exchange import all_gather_json, all_ranks, from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import (
     BLOCK_BYTES,
     FORMAT,
@@ -60,12 +59,12 @@ def save(
         checkpoint_dir: the final name; on a file system that all ranks share.
         objects: JSON values; those of the first rank are stored.
         assets: files that the first rank copies along: name in the checkpoint (``folder/file``) -> source.
-        group: all ranks; by default the world of ``parallel_state``.
+        group: all ranks; by default all of torch.distributed.
 
     Raises:
         CheckpointWriteError: on all ranks, if any of them could not write.
     """
-    group = group or parallel_state.get_process_groups().world
+    group = group or all_ranks()
     final = Path(checkpoint_dir)
     tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
     mine = _plan(tensors, group)
