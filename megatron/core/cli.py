@@ -15,6 +15,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,6 +125,8 @@ class FlagSpec:
         except ValueError as error:
             known = {"int": "is not an integer", "float": "is not a number"}
             raise ValueError(known.get(self.type_name, str(error))) from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("must be a finite number")
         return self.check(value)
 
 

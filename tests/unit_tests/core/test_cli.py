@@ -135,6 +135,7 @@ def test_names_are_not_abbreviated():
         ("--width x", "--width x: is not an integer"),
         ("--width 1 2", "--width 1 2: takes one value, got 2"),
         ("--rate fast", "--rate fast: is not a number"),
+        ("--rate nan", "--rate nan: must be a finite number"),
         ("--color gren", "--color gren: must be one of red, green; did you mean green?"),
         ("--level 3", "--level 3: must be one of 0, 1, 2; did you mean"),
         ("--fast true", "--fast true: takes no value: give it alone, or leave it out"),
