@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -46,9 +47,9 @@ def command(*arguments: object) -> str:
     return subprocess.run([sys.executable, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 
-def measure(corpus: Path, tokenizer: str, workers: int, folder: Path) -> tuple[float, float]:
-    """MB/s of one run: of the whole command, and of the tokenizing it reports itself."""
-    start = time.perf_counter()
+def measure(corpus: Path, tokenizer: str, workers: int, folder: Path) -> tuple[float, float, float]:
+    """One run: MB/s of the whole command and of the tokenizing it reports itself; MB per second of processor time."""
+    start, used = time.perf_counter(), processor_seconds()
     output = command(
         ROOT / "tools/preprocess_data.py", "--input", corpus, "--output-prefix", folder / "out", "--overwrite",
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer, "--append-eod",
@@ -57,7 +58,14 @@ def measure(corpus: Path, tokenizer: str, workers: int, folder: Path) -> tuple[f
     wall = time.perf_counter() - start
     reported = re.search(r"\(([0-9.]+) MB/s\)", output)
     assert reported is not None
-    return corpus.stat().st_size / wall / 1e6, float(reported[1])
+    megabytes = corpus.stat().st_size / 1e6
+    return megabytes / wall, float(reported[1]), megabytes / (processor_seconds() - used)
+
+
+def processor_seconds() -> float:
+    """Processor time of all finished child processes: on a busy machine steadier than wall time."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def encode_speeds(corpus: Path, tokenizer_path: str) -> dict[str, float]:
@@ -106,9 +114,14 @@ def main() -> None:
             print(f"encode only, one process, {library:14} {speed:7.1f} MB/s")
         for workers in args.workers:
             runs = [measure(corpus, tokenizer, workers, folder) for _ in range(args.repeats)]
-            whole, inner = (statistics.median(column) for column in zip(*runs))
-            print(f"preprocess_data.py --workers {workers}: {inner:6.1f} MB/s, whole command {whole:6.1f} MB/s")
-            results[f"workers {workers}"] = {"MB/s": inner, "whole command MB/s": whole, "runs": runs}
+            whole, inner, per_second = (statistics.median(column) for column in zip(*runs))
+            print(
+                f"preprocess_data.py --workers {workers}: {inner:6.1f} MB/s, whole command {whole:6.1f} MB/s, "
+                f"{per_second:6.1f} MB per processor second"
+            )
+            results[f"workers {workers}"] = {
+                "MB/s": inner, "whole command MB/s": whole, "MB per processor second": per_second, "runs": runs,
+            }  # fmt: skip
     packages = ("tokenizers", "tiktoken", "orjson", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
     report = {

@@ -8,6 +8,7 @@ depend on the input alone, never on the number of workers.
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import stat
 import zlib
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.tokenizers.libraries import require
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".gz", ".zst", ".parquet")
 READ_BYTES = 1 << 20
@@ -75,6 +78,8 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
                         f"--input {path} is not a regular file; a pipe cannot be read again after an interruption: "
                         "write it to a file first"
                     )
+                if path in files:
+                    logger.warning("--input names %s twice; it is read once", path)
                 files.setdefault(path, InputFile(path, _kind(path), status.st_size, status.st_mtime_ns))
     return list(files.values())
 
@@ -112,10 +117,9 @@ def parts_of(file_index: int, file: InputFile, size: int, max_line_bytes: int) -
             stop = min(start + size, file.size)
             yield Part(file_index, number, file, start, stop, weight=stop - start)
     elif file.kind == "parquet":
-        if file.size:
-            groups = open_parquet(file.path).num_row_groups
-            for number in range(groups):
-                yield Part(file_index, number, file, number, number + 1, weight=file.size // groups)
+        groups = open_parquet(file.path).num_row_groups
+        for number in range(groups):
+            yield Part(file_index, number, file, number, number + 1, weight=file.size // groups)
     else:
         seen = 0
         for number, (data, position) in enumerate(_decompressed_parts(file, size, max_line_bytes)):

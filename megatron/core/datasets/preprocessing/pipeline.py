@@ -16,6 +16,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -44,6 +45,7 @@ from megatron.data.sidecar import sidecar_info, write_sidecar
 logger = logging.getLogger(__name__)
 
 PLAN_VERSION = 1
+OWN_FILE = re.compile(r"plan\.json|publishing|\d{6}\.count|\d{6}-\d{8}\..*|.*\.partial.*")  # in <prefix>.partial/
 PARTS_IN_FLIGHT = 2  # per worker: bounds the memory of decompressed parts that wait
 
 TokenizerBuilder = Callable[[Any], Tokenizer]
@@ -165,6 +167,9 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
             os.unlink(garbage)
     else:
         existing = [name for name in sorted(os.listdir(folder)) if name != "lock"]
+        foreign = [name for name in existing if not OWN_FILE.fullmatch(name)]
+        if foreign:
+            raise ValueError(f"{folder} is needed for parts but holds {foreign[0]}; choose another --output-prefix")
         if old is not None and not cfg.overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
             raise ValueError(

@@ -111,7 +111,11 @@ class Worker:
         prefixes = {key: shard_prefix(folder, part.name, key) for key in keys}
         builders = {key: IndexedDatasetBuilder(prefix + ".bin", dtype=self.dtype) for key, prefix in prefixes.items()}
         try:
-            self._fill(part, builders, record)
+            try:
+                self._fill(part, builders, record)
+            except ValueError as error:  # a text that this tokenizer cannot take, a damaged file
+                where = f"{part.file.path}, after line {record.lines} of the part that starts at {part.start}"
+                raise error if part.file.path in str(error) else ValueError(f"{where}: {error}") from error
             if part.data is None:
                 part.file.check_unchanged()
             for key, prefix in prefixes.items():

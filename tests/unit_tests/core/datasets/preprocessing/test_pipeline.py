@@ -485,3 +485,16 @@ def test_spawned_workers_build_their_own_tokenizer(tmp_path, reference, monkeypa
     monkeypatch.setattr("multiprocessing.get_all_start_methods", lambda: ["spawn"])
     _, prefix = run(tmp_path, jsonl(), append_eod=True, workers=2)
     assert pair(prefix) == reference
+
+
+def test_a_foreign_folder_of_that_name_is_left_alone(tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds thesis\.txt; choose another --output-prefix"):
+        run(tmp_path, jsonl(), overwrite=True)
+    assert (tmp_path / "out.partial" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_text_that_the_tokenizer_refuses_is_located(tmp_path):
+    with pytest.raises(ValueError, match=r"input\.jsonl, after line \d+ of the part .* reads ids separated by blanks"):
+        run(tmp_path, jsonl(), tokenizer=flags("NullTokenizer", vocab_size=50))
