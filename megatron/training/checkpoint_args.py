@@ -39,10 +39,10 @@ LAYOUT = (
 )  # fmt: skip
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
-MUST_MATCH = (
+SIZES_OF_WEIGHTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    *ARCHITECTURE,
 )  # fmt: skip
+MUST_MATCH = (*SIZES_OF_WEIGHTS, *ARCHITECTURE)
 UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "local_rank", "finetune"}
 
 
@@ -75,16 +75,22 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     return dataclasses.replace(cfg, **changes)
 
 
-def check_args(stored: dict[str, Any], current: dict[str, Any], where: str) -> None:
+def check_args(
+    stored: dict[str, Any], current: dict[str, Any], where: str, *, weights_only: bool = False
+) -> None:  # fmt: skip
     """Refuse another architecture, listing every difference; report all other differences.
+
+    A run that takes only the weights may change what they mean (a larger rotary base for longer sequences, say): there
+    only other sizes are refused.
 
     Args:
         stored: the checkpoint's settings, as plain JSON values.
         current: this run's.
         where: names the checkpoint in messages.
+        weights_only: --finetune and the like.
     """
     differing = {name for name in stored.keys() & current.keys() - UNREPORTED if stored[name] != current[name]}
-    refused = [name for name in MUST_MATCH if name in differing]
+    refused = [name for name in (SIZES_OF_WEIGHTS if weights_only else MUST_MATCH) if name in differing]
     if refused:
         listed = "; ".join(f"{name} is {current[name]!r}, the checkpoint has {stored[name]!r}" for name in refused)
         raise CheckpointError(

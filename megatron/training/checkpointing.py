@@ -246,7 +246,7 @@ class Checkpointer:
             problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
             raise CheckpointError("; ".join(problems))
-        check_args(objects["args"], config_to_dict(cfg), found.directory)
+        check_args(objects["args"], config_to_dict(cfg), found.directory, weights_only=weights_only)
 
     def _same_world(self, reader: CheckpointReader) -> bool:
         """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""

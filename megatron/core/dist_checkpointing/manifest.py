@@ -8,7 +8,8 @@ One line of JSON that ends in the sha256 of all that precedes::
      "tensors": {name: {"shape", "dtype", "chunks": [{"offsets", "shape", "file", "key", "start", "crc32": [blocks]}]}},
      "sha256": "…"}
 
-Files are safetensors; their names are plain names, never paths. A reader needs no pickle and trusts no name.
+Files are safetensors; their names are plain names, never paths. A reader needs no pickle and trusts no name: this is
+why the format is not that of torch.distributed.checkpoint, whose metadata is a pickle and whose data has no checksums.
 """
 
 from __future__ import annotations

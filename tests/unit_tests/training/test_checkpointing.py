@@ -41,9 +41,11 @@ def settings(folder=None, **changes):
 class Run:
     """A tiny training run with everything that a checkpoint holds."""
 
+    device = "cpu"
+
     def __init__(self, cfg, groups=SINGLE_PROCESS, fault=writer.no_fault, tokenizer="abc", dtype=torch.bfloat16):
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(dtype)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(self.device, dtype)
         self.groups = groups
         config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
         self.model = DistributedDataParallel(None, config, self.net, groups=groups)
@@ -64,7 +66,7 @@ class Run:
             generator = torch.Generator().manual_seed(self.state.consumed_train_samples)
             batch = torch.randn(6, 8, generator=generator)[dp.rank :: dp.size]
             self.optimizer.zero_grad()
-            loss = self.model(batch.to(self.net[0].weight.dtype)).float().square().sum() / 6
+            loss = self.model(batch.to(self.net[0].weight)).float().square().sum() / 6
             self.optimizer.scale_loss(loss).backward()
             self.model.finish_grad_sync()
             self.optimizer.step()
@@ -86,7 +88,7 @@ class Run:
         tensors = {**self.net.state_dict()}
         tensors |= {f"{k}.{n}": t for k in ("exp_avg", "exp_avg_sq", "main_param") for n, t in state[k].items()}
         return (
-            {name: tensor.detach().double().numpy().copy().tobytes() for name, tensor in tensors.items()},
+            {name: tensor.detach().double().cpu().numpy().copy().tobytes() for name, tensor in tensors.items()},
             state["step"], state["grad_scaler"], self.scheduler.state_dict(), replace(self.state),
         )  # fmt: skip
 
@@ -107,6 +109,21 @@ def test_2n_steps_equal_n_and_resume_and_n(tmp_path, dtype):
     state = resumed.load()
     assert draws() == expected_draws
     assert state == TrainState(iteration=3, consumed_train_samples=18)
+    assert resumed.train(3).bits() == straight.bits()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_2n_steps_equal_n_and_resume_and_n_on_a_gpu(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(Run, "device", "cuda")
+    cfg = settings(tmp_path, bf16=False, fp16=dtype == torch.float16)
+    straight = Run(cfg, dtype=dtype).train(3)
+    assert straight.save()
+    expected = torch.rand(1, device="cuda").item()
+    straight.train(3)
+    resumed = Run(cfg, dtype=dtype)
+    assert resumed.load().iteration == 3
+    assert torch.rand(1, device="cuda").item() == expected
     assert resumed.train(3).bits() == straight.bits()
 
 
@@ -399,6 +416,11 @@ def test_another_architecture_is_refused_with_every_mismatch(two):
     assert "num_layers is 3, the checkpoint has 2" in str(caught.value)
     assert "swiglu is True, the checkpoint has False" in str(caught.value)
     assert "dropout" not in str(caught.value) and "--use-checkpoint-args" in str(caught.value)
+    with pytest.raises(CheckpointError, match="rotary_base is 500000"):
+        Run(settings(two, rotary_base=500000)).load()
+    Run(settings(two, rotary_base=500000, finetune=True)).load()
+    with pytest.raises(CheckpointError, match="hidden_size is 16"):
+        Run(settings(two, hidden_size=16, finetune=True)).load()
 
 
 def test_another_tokenizer_is_refused(two):
