@@ -11,9 +11,9 @@ from torch import Tensor
 class PackedSeqParams:
     """Cumulative document lengths, int32 [documents + 1], over the flattened batch.
 
-    The batch is flattened row by row ([b, s] -> [b * s]), every row boundary is a document boundary, and documents attend
-    only to themselves. The first entry is 0, the last b * s. ``max_seqlen_*`` (the longest document) saves attention
-    kernels some empty blocks; without it the row length stands in.
+    The batch is flattened row by row ([b, s] -> [b * s]), every row boundary is a document boundary, and documents
+    attend only to themselves. The first entry is 0, the last b * s. ``max_seqlen_*`` (the longest document) saves
+    attention kernels some empty blocks; without it the row length stands in.
     """
 
     qkv_format: str = "thd"

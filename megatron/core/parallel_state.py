@@ -1,8 +1,8 @@
 """The one place that stores state: the process groups of this process.
 
-``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass it
-down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on CPUs;
-without such an environment the program is one process and needs no torch.distributed at all.
+``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass
+it down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on
+CPUs; without such an environment the program is one process and needs no torch.distributed at all.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class _State:
     grid: RankGrid
     groups: ProcessGroups
     virtual_pipeline_size: int | None
+    alone: Any
+    """Handle of a group of this rank only: to torch.distributed, no handle means the world."""
 
 
 _state: _State | None = None
@@ -54,8 +56,8 @@ def initialize_model_parallel(
 ) -> ProcessGroups:
     """Build the process groups of every axis and keep them for the getters of this module.
 
-    Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise, before
-    any group exists. Every process of the world calls it with the same arguments.
+    Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise,
+    before any group exists. Every process of the world calls it with the same arguments.
     """
     global _state
     if _state is not None:
@@ -78,7 +80,8 @@ def initialize_model_parallel(
         return _new_subgroups(name, rank_lists, timeout)
 
     groups = build_process_groups(grid, rank, new_group) if world_size > 1 else SINGLE_PROCESS
-    _state = _State(grid, groups, virtual_pipeline_model_parallel_size)
+    alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
+    _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone)
     return groups
 
 
@@ -102,8 +105,9 @@ def _new_subgroups(name: str, rank_lists: list[list[int]], timeout: timedelta) -
         group = dist.group.WORLD if name == "world" else dist.new_group(ranks, timeout=timeout, group_desc=name)
         twin = group
         if backend != "gloo":
-            wants_twin = name in _AXES_WITH_HOST_TWIN
-            twin = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name}_host") if wants_twin else None
+            twin = None
+            if name in _AXES_WITH_HOST_TWIN:
+                twin = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=f"{name}_host")
         if rank in ranks:
             handle, host_handle = group, twin
     return handle, host_handle
@@ -124,7 +128,7 @@ is_initialized = model_parallel_is_initialized
 
 def _current() -> _State:
     if _state is None:
-        raise RuntimeError("model parallelism is not initialised; call parallel_state.initialize_model_parallel() first")
+        raise RuntimeError("model parallelism is not initialised; call initialize_model_parallel() first")
     return _state
 
 
@@ -139,10 +143,8 @@ def get_rank_grid() -> RankGrid:
 
 
 def _handle(group: Group) -> Any:
-    """What torch.distributed takes. A one-rank group has no handle of its own: None would mean the world, so refuse that."""
-    if group.handle is None and dist.is_initialized() and dist.get_world_size() > 1:
-        return dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return group.handle
+    """What torch.distributed takes."""
+    return _current().alone if group.size == 1 else group.handle
 
 
 def get_tensor_model_parallel_group() -> Any:

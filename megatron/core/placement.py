@@ -1,12 +1,12 @@
 """One declaration per parameter: global shape, placement on each mesh axis, and initial values.
 
-``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Everything else is derived from it: initial
-values here, and elsewhere gradient synchronisation, gradient norm, checkpoint chunks and parameter counts.
+``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Everything else is derived from it:
+initial values here, and elsewhere gradient synchronisation, gradient norm, checkpoint chunks and parameter counts.
 
-A stacked weight declares the *logical* shape in which every shard is a rectangle, e.g. gate and up as ``(2, ffn, hidden)``
-with ``tp=Shard(1)``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers and checkpoints expect.
-A padded dim declares its stored size: the global shape is the true one, and the padding, which no layer may let take
-part in its result, holds zeros and belongs to no chunk.
+A stacked weight declares the *logical* shape in which every shard is a rectangle, e.g. gate and up as ``(2, ffn,
+hidden)`` with ``tp=Shard(1)``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers and
+checkpoints expect. A padded dim declares its stored size: the global shape is the true one, and the padding, which no
+layer may let take part in its result, holds zeros and belongs to no chunk.
 """
 
 from __future__ import annotations
@@ -92,24 +92,22 @@ def parameter(
     partial: tuple[str, ...] = (),
     ndim: int | None = None,
     stored: tuple[int, ...] | None = None,
-    tied_to: str | None = None,
     groups: ProcessGroups | None = None,
     dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
 ) -> nn.Parameter:
     """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
 
-    ``shape`` is the logical global shape, ``tp`` its placement over the tensor-parallel axis, ``partial`` the axes over which
-    gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape with padding, ``tied_to`` the global name
-    of the parameter that this one is a copy of.
+    ``shape`` is the logical global shape, ``tp`` its placement over the tensor-parallel axis, ``partial`` the axes over
+    which gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape with padding. It stands on
+    torch's default device, which ``with torch.device(...)`` sets.
     """
     stored = shape if stored is None else stored
     mesh = {} if tp is None or not isinstance(tp, Shard) else {"tp": tp}
     grad = dict.fromkeys(partial, Partial())
-    spec = ParameterSpec(shape, init, mesh, grad, len(shape) if ndim is None else ndim, stored, tied_to)
+    spec = ParameterSpec(shape, init, mesh, grad, len(shape) if ndim is None else ndim, stored)
     _, lengths = _stored_rectangle(spec, groups or SINGLE_PROCESS)
     folded = len(lengths) - spec.ndim + 1
-    local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype, device=device)
+    local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype)
     if isinstance(init, Ones):
         local.fill_(1.0)
     result = nn.Parameter(local)
@@ -126,7 +124,8 @@ def _stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[
         group: Group = getattr(groups, axis)
         if lengths[placement.dim] % group.size:
             raise ValueError(
-                f"dim {placement.dim} of size {lengths[placement.dim]} of a parameter with global shape {spec.shape} is not "
+                f"dim {placement.dim} of size {lengths[placement.dim]} of a parameter with global shape {spec.shape} "
+                f"is not "
                 f"divisible by the {axis} size {group.size}"
             )
         lengths[placement.dim] //= group.size
@@ -135,7 +134,8 @@ def _stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[
 
 
 def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
-    """The rectangle of the true global tensor that this rank holds (the leading part of its shard along padded dims)."""
+    """The rectangle of the true global tensor that this rank holds (the leading part of its shard along padded
+    dims)."""
     offsets, lengths = _stored_rectangle(spec, groups)
     lengths = [max(0, min(length, total - offset)) for offset, length, total in zip(offsets, lengths, spec.shape)]
     offsets = [min(offset, total) for offset, total in zip(offsets, spec.shape)]
@@ -143,7 +143,8 @@ def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
 
 
 def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
-    """The part of a local tensor (parameter, gradient or moment) that ``local_chunk`` describes, in its logical shape."""
+    """The part of a local tensor (parameter, gradient or moment) that ``local_chunk`` describes, in its logical
+    shape."""
     _, stored = _stored_rectangle(spec, groups)
     view = param.detach().view(stored)
     for dim, length in enumerate(local_chunk(spec, groups).lengths):
@@ -152,7 +153,8 @@ def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Ten
 
 
 def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """(global name, parameter, spec) of every parameter, each once. ValueError for one created without ``parameter()``."""
+    """(global name, parameter, spec) of every parameter, each once. ValueError for one created without
+    ``parameter()``."""
     for name, param in model.named_parameters():
         yield name, param, spec_of(name, param)
 
@@ -209,7 +211,8 @@ def _draw_dtype(param: Tensor) -> torch.dtype:
 
 
 def _contiguous_runs(shape: tuple[int, ...], chunk: Chunk) -> tuple[Tensor, int]:
-    """Start indices (int64) and common length of the stretches of a rectangle that are contiguous in the global tensor."""
+    """Start indices (int64) and common length of the stretches of a rectangle that are contiguous in the global
+    tensor."""
     inner = len(shape) - 1
     while inner > 0 and chunk.lengths[inner] == shape[inner]:
         inner -= 1

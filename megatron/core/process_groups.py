@@ -1,8 +1,9 @@
 """Process groups as plain data: which ranks form the groups of every axis, and the handles that layers receive.
 
 ``RankGrid`` is a pure function of sizes. The dense grid orders its axes fastest to slowest, by default
-``tp-cp-ep-dp-pp`` with world = tp * cp * dp * pp: expert parallelism takes no ranks of its own. Expert layers see the same
-world through a second grid with ``etp`` in the place of tp, no cp, ``ep``, and the data parallelism that remains, ``edp``.
+``tp-cp-ep-dp-pp`` with world = tp * cp * dp * pp: expert parallelism takes no ranks of its own. Expert layers see the
+same world through a second grid with ``etp`` in the place of tp, no cp, ``ep``, and the data parallelism that remains,
+``edp``.
 
 A group of one rank has no handle, and every collective over it is the identity: layers need no special case.
 """
@@ -44,7 +45,8 @@ class Group:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """One group per axis, or per combination of axes, as seen by this process. The defaults describe a single process."""
+    """One group per axis, or per combination of axes, as seen by this process. The defaults describe a single
+    process."""
 
     world: Group = Group("world")
     tp: Group = Group("tp")
@@ -111,7 +113,8 @@ class RankGrid:
             raise ValueError(f"order {self.order!r} must be a permutation of {DEFAULT_ORDER!r}")
         if self.world_size % (self.expert_tp * self.ep * self.pp):
             raise ValueError(
-                f"expert grid: world size {self.world_size} is not divisible by expert-tensor-parallel {self.expert_tp} x "
+                f"expert grid: world size {self.world_size} is not divisible by expert-tensor-parallel "
+                f"{self.expert_tp} x "
                 f"expert-model-parallel {self.ep} x pipeline-model-parallel {self.pp}"
             )
         if self._rank_lists(self.expert_sizes, "pp") != self._rank_lists(self.sizes, "pp"):
@@ -184,8 +187,9 @@ def build_process_groups(
 ) -> ProcessGroups:
     """The groups of process ``rank``.
 
-    ``new_group(name, rank_lists)`` is called once per distinct partition with groups of two ranks or more, in the same order
-    on all ranks, and returns (handle, host handle) of this rank's group. Axes with equal partitions share handles.
+    ``new_group(name, rank_lists)`` is called once per distinct partition with groups of two ranks or more, in the same
+    order on all ranks, and returns (handle, host handle) of this rank's group. Axes with equal partitions share
+    handles.
     """
     handles: dict[tuple[tuple[int, ...], ...], tuple[Any, Any]] = {}
     built: dict[str, Group] = {}

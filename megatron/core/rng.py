@@ -5,9 +5,9 @@ The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
 ``tl.philox`` use, and has published test vectors, so a GPU kernel can return the same bits. Here it runs in int64 torch
 operations: the products of two 32-bit words wrap modulo 2**64, whose bits are the ones wanted.
 
-One counter gives four 32-bit words; element ``i`` of a stream is word ``i % 4`` of counter ``i // 4``. Normal numbers come
-from Box-Muller on pairs (0,1) and (2,3) in float64, with logarithm, sine and cosine as polynomials in the five IEEE
-operations that are exactly rounded everywhere: the library functions differ between vector body, scalar tail and
+One counter gives four 32-bit words; element ``i`` of a stream is word ``i % 4`` of counter ``i // 4``. Normal numbers
+come from Box-Muller on pairs (0,1) and (2,3) in float64, with logarithm, sine and cosine as polynomials in the five
+IEEE operations that are exactly rounded everywhere: the library functions differ between vector body, scalar tail and
 device, these do not.
 
 Legend: ``words`` are int64 tensors that hold 32-bit unsigned values.
@@ -91,7 +91,8 @@ _COSINE_SERIES = [(-1.0) ** n / math.factorial(2 * n) for n in range(7, -1, -1)]
 
 
 def _log_of_uniform(u: Tensor) -> Tensor:
-    """log(u) for float64 0 < u < 1, to 1e-14: exponent from the bits, mantissa m in [1, 2) by 2 artanh((m-1.5)/(m+1.5))."""
+    """log(u) for float64 0 < u < 1, to 1e-14: exponent from the bits, mantissa m in [1, 2) by 2
+    artanh((m-1.5)/(m+1.5))."""
     bits = u.view(torch.int64)
     exponent = (bits >> 52).sub_(1023).double()
     mantissa = ((bits & 0xFFFFFFFFFFFFF) | 0x3FF0000000000000).view(torch.float64)
@@ -154,9 +155,9 @@ class DropoutStream:
     """Keep-masks as functions of (seed, sample, layer, site, token position, feature), independent of any layout.
 
     The counter words of one element are: feature // 8, token position, low half of the sample index, and
-    (row << 16 | high half of the sample index), where ``row`` tells attention heads apart. The key is (seed, layer, site).
-    Each of the eight 16-bit lanes of a counter's four words decides one feature, so that rates are multiples of 2**-16;
-    ``exact_rate`` is what scales must be computed from.
+    (row << 16 | high half of the sample index), where ``row`` tells attention heads apart. The key is (seed, layer,
+    site). Each of the eight 16-bit lanes of a counter's four words decides one feature, so that rates are multiples of
+    2**-16; ``exact_rate`` is what scales must be computed from.
     """
 
     seed: int
@@ -167,12 +168,13 @@ class DropoutStream:
         return round(rate * 65536) / 65536
 
     def keep_mask(
-        self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature: range
+        self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature:
+        range
     ) -> Tensor:
         """Bool mask, True with probability 1 - ``exact_rate(rate)``.
 
-        ``sample``, ``position`` and ``row`` are int64 tensors that broadcast to all dims but the last (their own last dim
-        is 1); ``feature`` are the consecutive global feature indices along the last dim.
+        ``sample``, ``position`` and ``row`` are int64 tensors that broadcast to all dims but the last (their own last
+        dim is 1); ``feature`` are the consecutive global feature indices along the last dim.
         """
         first, last = feature.start >> 3, (feature.stop + 7) >> 3
         blocks = torch.arange(first, last, device=sample.device)

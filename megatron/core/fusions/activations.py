@@ -1,11 +1,12 @@
 """Activation functions of the feed-forward network, each with its gradient, chosen once from a configuration.
 
-    gelu         x Phi(x), by erf; the tanh approximation under ``bias_gelu_fusion`` (with biases), as Megatron-LM computes it
-    squared_relu max(x, 0)^2
+    gelu         x Phi(x), by erf; the tanh approximation under ``bias_gelu_fusion`` (with biases), as Megatron-LM
+    computes it squared_relu max(x, 0)^2
     swiglu       silu(gate) * (up + offset)
     quick_geglu  gate sigmoid(1.702 gate) * (up + offset)
 
-The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both sides.
+The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both
+sides.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.process_groups import SINGLE_PROCESS, Group
-from megatron.core.tensor_parallel.vocabulary import num_true_entries, stored_vocab_size
+from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 _BLOCK_ELEMENTS = 1 << 19
 """fp32 elements per block of rows on a CPU (2 MiB, second-level cache); a GPU takes larger ones."""
@@ -36,8 +36,8 @@ def vocab_parallel_cross_entropy(
     """Loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``.
 
     ``vocab_parallel_logits`` [..., v]: this rank's slice of the vocabulary; ``target`` int64 [...]: global ids.
-    ``vocab_size`` is the true vocabulary size, padded to a multiple of ``divisible_by``; without it all entries are true.
-    ``reuse_logits`` lets the gradient overwrite the logits' memory, for callers that hold the only reference.
+    ``vocab_size`` is the true vocabulary size, padded to a multiple of ``divisible_by``; without it all entries are
+    true. ``reuse_logits`` lets the gradient overwrite the logits' memory, for callers that hold the only reference.
     ValueError for logits of another width than this rank's slice; IndexError for targets outside of the vocabulary (on
     CPU; a device assertion on GPUs).
     """
@@ -52,22 +52,12 @@ def vocab_parallel_cross_entropy(
         vocab_size = total
     elif total != stored_vocab_size(vocab_size, divisible_by, group):
         raise ValueError(
-            f"{local_size} logits on each of {group.size} ranks are not the slices of a vocabulary of {vocab_size} padded to a "
+            f"{local_size} logits on each of {group.size} ranks are not the slices of a vocabulary of {vocab_size} "
+            f"padded to a "
             f"multiple of {divisible_by}; pass logits that are not gathered"
         )
-    _check_targets(target, vocab_size)
+    check_ids(target, vocab_size, "target ids")
     return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, vocab_size, group, reuse_logits)
-
-
-def _check_targets(target: Tensor, vocab_size: int) -> None:
-    inside = ((target >= 0) & (target < vocab_size)).all()
-    if target.is_cuda:
-        torch._assert_async(inside)
-    elif not inside:
-        raise IndexError(
-            f"target ids range from {int(target.min())} to {int(target.max())}, outside of the vocabulary of {vocab_size}; "
-            "mask tokens out by their loss mask, not by an id"
-        )
 
 
 def _sum_over_ranks(x: Tensor, group: Group) -> Tensor:

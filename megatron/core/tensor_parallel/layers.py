@@ -3,8 +3,8 @@
     column: Y_i = X A_i + b_i   weight (out, in) split along out; the input gradient is summed over the group
     row:    Y = sum_i X_i A_i + b   weight (out, in) split along in; the output is summed over the group
 
-Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer gathers them,
-a row layer sums and scatters. On a group of one rank both are plain linear layers.
+Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer gathers
+them, a row layer sums and scatters. On a group of one rank both are plain linear layers.
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -12,6 +12,7 @@ Legend: s sequence, b batch, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
@@ -28,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.vocabulary import num_true_entries, stored_vocab_size
+from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 if TYPE_CHECKING:
     from megatron.core.model_parallel_config import ModelParallelConfig
@@ -46,10 +47,10 @@ def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bo
 
 
 class ColumnParallelLinear(nn.Module):
-    """``Y = X A^T + b`` with A split along its output dim. Returns (Y, None), or (Y without bias, b) with ``skip_bias_add``.
+    """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
 
-    ``output_size`` is the whole, unsplit size. Input [..., input_size] is the same on all ranks (its sequence split under
-    sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``.
+    ``output_size`` is the whole, unsplit size. Input [..., input_size] is the same on all ranks (its sequence split
+    under sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``Y = sum_i X_i A_i^T + b`` with A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
+    """``Y = sum_i X_i A_i^T + b``, A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
 
-    Input [..., input_size / tp] is this rank's slice (``input_is_parallel``) or whole; output is [..., output_size], the same
-    on all ranks, its sequence split under sequence parallelism.
+    Input [..., input_size / tp] is this rank's slice (``input_is_parallel``) or whole; output is [..., output_size],
+    the same on all ranks, its sequence split under sequence parallelism.
     """
 
     def __init__(
@@ -130,8 +131,8 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """Token ids [b, s] -> vectors [b, s, h], the table split along the vocabulary.
 
-    ``num_embeddings`` is the true size; the stored one is a multiple of ``divisible_by`` with inert rows. Ids outside of
-    [0, num_embeddings) raise IndexError on CPU.
+    ``num_embeddings`` is the true size; the stored one is a multiple of ``divisible_by`` with inert rows. Ids outside
+    of [0, num_embeddings) raise IndexError (on GPUs a device assertion).
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class VocabParallelEmbedding(nn.Module):
         self._look_up = self._look_up_whole if self.group.size == 1 else self._look_up_split
 
     def _look_up_whole(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight[: self.num_embeddings])
+        return F.embedding(ids, self.weight)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:
         local = ids - self.group.rank * self.weight.shape[0]
@@ -165,6 +166,7 @@ class VocabParallelEmbedding(nn.Module):
         return reduce_from_tensor_model_parallel_region(vectors, self.group)
 
     def forward(self, ids: Tensor) -> Tensor:
+        check_ids(ids, self.num_embeddings, "token ids")
         return self._look_up(ids)
 
 
@@ -197,8 +199,9 @@ class VocabParallelOutput(nn.Module):
         if not weight_is_shared:
             self.weight = parameter(
                 (vocab_size, hidden_size), init=init_method, tp=Shard(0), stored=(stored, hidden_size), groups=groups,
-                dtype=config.params_dtype, tied_to=tied_to,
+                dtype=config.params_dtype,
             )  # fmt: skip
+            self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
         self._enter = copy_to_tensor_model_parallel_region
         if _sequence_parallel(config, groups):
             self._enter = gather_from_sequence_parallel_region

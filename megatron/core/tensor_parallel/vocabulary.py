@@ -1,12 +1,15 @@
-"""How the vocabulary is padded and split: sizes only.
+"""How the vocabulary is padded and split.
 
-The padded size depends on a multiple and on nothing else that could reach the numbers: padded rows are zero, take no part
-in any softmax, get no gradient and are not part of any checkpoint.
+The padded size depends on a multiple and on nothing else that could reach the numbers: padded rows are zero, take no
+part in any softmax, get no gradient and are not part of any checkpoint.
 """
 
 from __future__ import annotations
 
 import math
+
+import torch
+from torch import Tensor
 
 from megatron.core.process_groups import Group
 
@@ -26,3 +29,16 @@ def stored_vocab_size(vocab_size: int, multiple: int, group: Group) -> int:
 def num_true_entries(vocab_size: int, local_size: int, group: Group) -> int:
     """How many of this rank's ``local_size`` vocabulary entries exist (the rest is padding)."""
     return max(0, min(local_size, vocab_size - group.rank * local_size))
+
+
+def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
+    """IndexError for ids outside of [0, vocab_size); on GPUs a device assertion, which does not wait."""
+    inside = ((ids >= 0) & (ids < vocab_size)).all()
+    if ids.is_cuda:
+        torch._assert_async(inside)
+    elif not inside:
+        raise IndexError(
+            f"{what} range from {int(ids.min())} to {int(ids.max())}, outside of the vocabulary of {vocab_size}; "
+            f"mask tokens "
+            "out by their loss mask, not by an id"
+        )

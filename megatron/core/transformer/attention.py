@@ -1,7 +1,7 @@
 """Self attention with grouped queries.
 
-One projection gives queries, keys and values, interleaved per query group: its rows are, group by group, the p query heads
-of the group, then its key head, then its value head. So a split by groups keeps each group's heads on one rank.
+One projection gives queries, keys and values, interleaved per query group: its rows are, group by group, the p query
+heads of the group, then its key head, then its value head. So a split by groups keeps each group's heads on one rank.
 
 Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim.
 """
@@ -92,7 +92,8 @@ class SelfAttention(nn.Module):
         self.rotary_interleaved = config.rotary_interleaved
 
     def _query_key_value(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [s, b, g * p, d], key and value [s, b, g, d]: views of the projection where p is 1 or heads are normed."""
+        """Query [s, b, g * p, d], key and value [s, b, g, d]: views of the projection where p is 1 or heads are
+        normed."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         query, key, value = grouped.split((self.heads_per_group, 1, 1), dim=3)

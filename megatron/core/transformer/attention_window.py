@@ -7,7 +7,8 @@ Window = tuple[int, int]
 
 
 def layer_window(window: Window | None, skip: int | list[int] | None, layer_number: int) -> Window | None:
-    """The window of layer ``layer_number`` (from 1): every ``skip``-th layer, or those with a 0 in a list, have none."""
+    """The window of layer ``layer_number`` (from 1): every ``skip``-th layer, or those with a 0 in a list, have
+    none."""
     if window is None or window == (-1, -1):
         return None
     if skip is None:

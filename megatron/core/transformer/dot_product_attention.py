@@ -2,9 +2,10 @@
 
     softmax(Q K^T / sqrt(d), over the visible keys) V
 
-``UnfusedAttention`` is the plain-torch reference and the only one with attention dropout, whose masks must not depend on
-a kernel; ``SDPAttention`` calls torch's fused kernels (cuDNN or flash on GPUs, flash on CPUs) and, for packed documents,
-torch's variable-length attention on GPUs and one call per document elsewhere. ``make_core_attention`` chooses once.
+``UnfusedAttention`` is the plain-torch reference and the only one with attention dropout, whose masks must not depend
+on a kernel; ``SDPAttention`` calls torch's fused kernels (cuDNN or flash on GPUs, flash on CPUs) and, for packed
+documents, torch's variable-length attention on GPUs and one call per document elsewhere. ``make_core_attention``
+chooses once.
 
 Legend: s sequence, b batch, a query heads, g key/value groups, p query heads per group, d head dim.
 """
@@ -29,7 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class CoreAttention(nn.Module):
-    """What all cores share: scale, window, causality. Query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a * d]."""
+    """What all cores share: scale, window, causality. Query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a *
+    d]."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
         super().__init__()
@@ -132,12 +134,13 @@ class SDPAttention(CoreAttention):
             if attention_mask is not None:
                 raise ValueError("give either an attention mask or packed documents, not both")
             return self._packed(query, key, value, packed_seq_params)
-        mixed = self._attend(query.permute(1, 2, 0, 3), key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3), attention_mask)
+        query_basd, key_bgsd, value_bgsd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        mixed = self._attend(query_basd, key_bgsd, value_bgsd, attention_mask)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
     def _attend(self, query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, hidden: Tensor | None) -> Tensor:
         num_queries, num_keys = query_basd.shape[2], key_bgsd.shape[2]
-        window_matters = self.window is not None and not _covers(self.window, num_keys)
+        window_matters = self.window is not None and not _covers(self.window, num_keys, self.causal)
         if window_matters or (hidden is not None) or (self.causal and num_queries != num_keys):
             own = self._hidden_mask(num_queries, num_keys, query_basd.device)
             hidden = own if hidden is None else hidden if own is None else hidden | own
@@ -181,15 +184,18 @@ class SDPAttention(CoreAttention):
         bounds = packed.cu_seqlens_q
         assert bounds is not None
         longest = packed.max_seqlen_q or length
-        return varlen_attn(
+        mixed = varlen_attn(
             query, key, value, bounds, bounds, longest, longest, scale=self.softmax_scale,
             window_size=(left, 0 if self.causal else right), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+        assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
+        return mixed
 
 
-def _covers(window: Window, num_keys: int) -> bool:
-    """Whether a causal window is so wide that it hides nothing."""
-    return window[0] < 0 or window[0] >= num_keys - 1
+def _covers(window: Window, num_keys: int, causal: bool) -> bool:
+    """Whether a window is so wide that it hides nothing that causality does not hide."""
+    left, right = (side < 0 or side >= num_keys - 1 for side in window)
+    return left and (right or causal)
 
 
 def _kernel_order(backend: str) -> list[SDPBackend]:
@@ -205,7 +211,8 @@ def make_core_attention(
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     groups: ProcessGroups | None = None,
 ) -> CoreAttention:
-    """The core that the configuration asks for: unfused for ``unfused``/``local`` or with attention dropout, else SDPA."""
+    """The core that the configuration asks for: unfused for ``unfused``/``local`` or with attention dropout, else
+    SDPA."""
     if config.context_parallel_size > 1:
         raise ValueError("context_parallel_size > 1: this attention core needs whole sequences")
     unfused = config.attention_backend in ("unfused", "local") or config.attention_dropout > 0

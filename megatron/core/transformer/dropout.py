@@ -24,7 +24,9 @@ class DropoutCoordinates:
     sample_b: Tensor
     """Global sample counter, int64 [b]."""
     position_s: Tensor
-    """Global position of each local token, int64 [s]."""
+    """Global position of each token of the residual stream on this rank, int64 [s]."""
+    query_position_s: Tensor
+    """Global position of each query of attention on this rank: more than the above under sequence parallelism."""
 
 
 class _ScaleByMask(torch.autograd.Function):
@@ -55,7 +57,8 @@ class Dropout(nn.Module):
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
         if coordinates is None:
             raise ValueError(
-                f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), set the "
+                f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
+                f"set the "
                 "dropout rates to 0 or call eval()"
             )
         return coordinates
@@ -88,7 +91,7 @@ class AttentionDropout(Dropout):
             return x
         at = self._checked(coordinates)
         keys = range(x.shape[-1])
-        position = at.position_s[None, :, None]
+        position = at.query_position_s[None, :, None]
         rows = torch.arange(self.first_head, self.first_head + x.shape[1], device=x.device)[:, None, None]
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0, 0].numel()))

@@ -3,8 +3,8 @@
     LayerNorm(x) = (x - mean) / sqrt(var + eps) * w + b      (Ba et al. 2016)
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * w               (Zhang and Sennrich 2019)
 
-Statistics are computed in fp32 for 16-bit inputs (torch's kernels do). Under sequence parallelism each rank normalizes its
-own positions, so that weight gradients are partial sums over the tensor-parallel group.
+Statistics are computed in fp32 for 16-bit inputs (torch's kernels do). Under sequence parallelism each rank normalizes
+its own positions, so that weight gradients are partial sums over the tensor-parallel group.
 """
 
 from __future__ import annotations

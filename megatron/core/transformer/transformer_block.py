@@ -71,7 +71,8 @@ class TransformerBlock(nn.Module):
             spec = TransformerBlockSubmodules([spec] * config.num_layers)
         if len(spec.layer_specs) != config.num_layers:
             raise ValueError(
-                f"the block spec has {len(spec.layer_specs)} layer specs for {config.num_layers} layers; give one for each "
+                f"the block spec has {len(spec.layer_specs)} layer specs for {config.num_layers} layers; give one "
+                f"for each "
                 "layer of the whole model"
             )
         self.layers = LayerList()

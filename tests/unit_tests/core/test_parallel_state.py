@@ -101,7 +101,8 @@ def _getters_of_a_real_world(rank, world_size):
 
 
 def test_getters_and_handles_in_a_world_of_four(gloo_pool):
-    assert gloo_pool.run(_getters_of_a_real_world, 4) == [(0, 0, 2, 0, 0), (1, 0, 4, 1, 0), (0, 1, 2, 2, 2), (1, 1, 4, 3, 2)]
+    assert gloo_pool.run(_getters_of_a_real_world, 4) == [(0, 0, 2, 0, 0), (1, 0, 4, 1, 0), (0, 1, 2, 2, 2), (1, 1, 4,
+    3, 2)]
 
 
 def test_importing_parallel_state_pulls_in_little():

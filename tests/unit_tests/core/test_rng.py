@@ -70,7 +70,8 @@ def test_aligned_runs_equal_unaligned_ones():
 
 
 def _mask(stream, feature, position, sample, row=0, site=("layer", 3, "mlp")):
-    return stream.keep_mask(0.25, site, torch.tensor(sample)[None, :, None], torch.tensor(position)[:, None, None], row, feature)
+    sample, position = torch.tensor(sample)[None, :, None], torch.tensor(position)[:, None, None]
+    return stream.keep_mask(0.25, site, sample, position, row, feature)
 
 
 def test_dropout_masks_do_not_depend_on_the_slice():

@@ -3,7 +3,8 @@
 The convention for model FLOPs, which throughput and MFU figures are built on:
 
 * a matrix product (m, k) x (k, n) counts 2 m k n; backward counts twice the forward, recomputation not at all;
-* causal attention counts half of the full s x s scores, a sliding window only its band: the products that are needed, not
+* causal attention counts half of the full s x s scores, a sliding window only its band: the products that are needed,
+not
   those that a kernel may do on top;
 * the output layer counts the true vocabulary, not its padding; the embedding look-up, norms, activations and softmax
   count nothing.

@@ -50,8 +50,8 @@ class LanguageModelEmbedding(nn.Module):
         assert config.hidden_size is not None
         self.max_sequence_length, self.group = max_sequence_length, groups.tp
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, config.hidden_size, init_method=embedding_init(config), config=config, divisible_by=divisible_by,
-            groups=groups,
+            vocab_size, config.hidden_size, init_method=embedding_init(config), config=config,
+            divisible_by=divisible_by, groups=groups,
         )  # fmt: skip
         self.position_embeddings = PositionEmbedding(config, max_sequence_length, groups) if learned_positions else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding")

@@ -21,7 +21,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Pairs with a wavelength above original / low turn ``factor`` times slower, those below original / high as before."""
+    """Pairs with a wavelength above original / low turn ``factor`` times slower, those below original / high as
+    before."""
 
     factor: float = 8.0
     low_freq_factor: float = 1.0
@@ -41,7 +42,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: pairs that make more than beta_fast turns in the original context are kept, less than beta_slow slowed fully."""
+    """YaRN: pairs that make more than beta_fast turns in the original context are kept, less than beta_slow slowed
+    fully."""
 
     factor: float
     original_max_position_embeddings: int
@@ -98,7 +100,8 @@ class RotaryEmbedding(nn.Module):
         self.width = int(kv_channels * rotary_percent)
         if self.width < 2 or self.width % 2:
             raise ValueError(
-                f"rotary_percent {rotary_percent} of {kv_channels} channels per head is {self.width}; it must be an even "
+                f"rotary_percent {rotary_percent} of {kv_channels} channels per head is {self.width}; it must be an "
+                f"even "
                 "number of at least 2"
             )
         self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
@@ -112,7 +115,8 @@ class RotaryEmbedding(nn.Module):
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
 
     def tables(self, positions: Tensor) -> RotaryTables:
-        """Cosines and sines [s, 1, 1, r / 2] at any positions [s]. Angles are computed in fp64: fp32 loses 1e-2 at 100k."""
+        """Cosines and sines [s, 1, 1, r / 2] at any positions [s]. Angles are computed in fp64: fp32 loses 1e-2 at
+        100k."""
         angles = torch.outer(positions.double() / self.interpolation, self.frequencies(positions.device))[:, None, None]
         concentration = 1.0 if self.scaling is None else self.scaling.concentration
         return RotaryTables(
@@ -133,7 +137,8 @@ def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnSca
     original = config.yarn_original_max_position_embeddings
     if original is None and config.rotary_scaling_factor > 1:
         raise ValueError(
-            "position_embedding_type 'yarn' with rotary_scaling_factor > 1 needs yarn_original_max_position_embeddings, the "
+            "position_embedding_type 'yarn' with rotary_scaling_factor > 1 needs "
+            "yarn_original_max_position_embeddings, the "
             "context length before stretching"
         )
     return YarnScaling(

@@ -47,8 +47,8 @@ def get_gpt_layer_local_spec(
     qk_l2_norm: bool = False,
     normalization: str | None = None,
 ) -> ModuleSpec:
-    """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; the kind of
-    norm always follows the configuration (``normalization`` is accepted for programs that pass it)."""
+    """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; the
+    kind of norm always follows the configuration (``normalization`` is accepted for programs that pass it)."""
     if num_experts or moe_grouped_gemm:
         raise ValueError("num_experts: mixture-of-experts layers are not available yet")
     if multi_latent_attention:

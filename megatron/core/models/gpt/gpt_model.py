@@ -15,7 +15,7 @@ from megatron.core.models.common.language_model_embedding import LanguageModelEm
 from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import initialize_parameters
-from megatron.core.process_groups import ProcessGroups
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.rng import DropoutStream
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
@@ -33,8 +33,8 @@ PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 class GPTModel(MegatronModule):
     """Token ids to logits, or to per-token losses where labels are given.
 
-    ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the padding
-    takes part in nothing. Initial weights are functions of ``seed`` and the weights' names; with
+    ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the
+    padding takes part in nothing. Initial weights are functions of ``seed`` and the weights' names; with
     ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
     The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
     """
@@ -69,6 +69,8 @@ class GPTModel(MegatronModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.divisible_by = make_vocab_size_divisible_by
         self.dropout_stream = DropoutStream(seed)
+        self._stream_split = self.groups.tp if config.sequence_parallel else SINGLE_PROCESS.tp
+        """Over which ranks the residual stream's positions are split."""
         self._input_tensor: Tensor | None = None
         self._forward_calls = 0
         self.rotary_pos_emb = _rotary(
@@ -86,11 +88,12 @@ class GPTModel(MegatronModule):
         layer_range: range | None,
         learned_positions: bool,
     ) -> None:
-        config, sizes = self.config, {"divisible_by": self.divisible_by, "groups": self.groups}
+        config = self.config
         if self.pre_process:
             self.embedding = LanguageModelEmbedding(
-                config, self.vocab_size, self.max_sequence_length, learned_positions=learned_positions, **sizes
-            )
+                config, self.vocab_size, self.max_sequence_length, learned_positions=learned_positions,
+                divisible_by=self.divisible_by, groups=self.groups,
+            )  # fmt: skip
         self.decoder = TransformerBlock(
             config, spec, layer_range=layer_range, post_layer_norm=self.post_process, groups=self.groups
         )
@@ -101,7 +104,8 @@ class GPTModel(MegatronModule):
                 config.hidden_size, self.vocab_size, config=config,
                 init_method=embedding_init(config) if tied else weight_init(config),
                 weight_is_shared=tied and self.pre_process,
-                tied_to="embedding.word_embeddings.weight" if tied else None, **sizes,
+                tied_to="embedding.word_embeddings.weight" if tied else None,
+                divisible_by=self.divisible_by, groups=self.groups,
             )  # fmt: skip
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
@@ -114,14 +118,21 @@ class GPTModel(MegatronModule):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
-    def _dropout_coordinates(self, batch: int, length: int, sample_index: Tensor | None, device: torch.device):
-        """Without sample indices, successive calls count on: masks differ between calls, but are not tied to the data."""
+    def _dropout_coordinates(
+        self, batch: int, length: int, sample_index: Tensor | None, device: torch.device
+    ) -> DropoutCoordinates | None:
+        """Without sample indices successive calls count on: masks differ between calls, but are not tied to the
+        data."""
         if not self.training:
             return None
         if sample_index is None:
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
-        return DropoutCoordinates(self.dropout_stream, sample_index, torch.arange(length, device=device))
+        positions = torch.arange(length, device=device)
+        return DropoutCoordinates(
+            self.dropout_stream, sample_index, positions.chunk(self._stream_split.size)[self._stream_split.rank],
+            positions
+        )
 
     def forward(
         self,

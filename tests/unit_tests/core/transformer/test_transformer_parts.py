@@ -1,0 +1,128 @@
+"""Masks, windows, norms, dropout and specs."""
+
+import pytest
+import torch
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.rng import DropoutStream
+from megatron.core.transformer.attention_masks import document_mask, hidden_mask
+from megatron.core.transformer.attention_window import layer_window
+from megatron.core.transformer.dot_product_attention import SDPAttention, UnfusedAttention, make_core_attention
+from megatron.core.transformer.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
+from megatron.core.transformer.norm import L2Norm, make_norm
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DOUBLE = torch.float64
+
+
+def make_config(**overrides):
+    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "params_dtype": DOUBLE}
+    return TransformerConfig(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **overrides})
+
+
+@pytest.mark.parametrize("queries, keys", [(6, 6), (2, 6)])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, (2, 0), (1, 2), (-1, 1), (2, -1)])
+def test_masks_hide_what_the_definition_hides(queries, keys, causal, window):
+    mask = hidden_mask(queries, keys, causal=causal, window=window)
+    left, right = window or (-1, -1)
+    for q in range(queries):
+        for k in range(keys):
+            distance = k - (q + keys - queries)
+            hidden = (causal and distance > 0) or (right >= 0 and distance > right) or (left >= 0 and -distance > left)
+            assert (False if mask is None else bool(mask[q, k])) == hidden
+
+
+def test_documents_see_only_themselves():
+    mask = document_mask(torch.tensor([0, 2, 4, 5, 8], dtype=torch.int32), 2, 4)
+    assert (~mask[0, 0]).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert (~mask[1, 0]).int().tolist() == [[1, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    "skip, layers", [(None, [1, 2, 3, 4]), (2, [1, 3]), (3, [1, 2, 4]), ([1, 0, 0, 1], [1, 4])]
+)
+def test_layers_with_a_window(skip, layers):
+    assert [n for n in range(1, 5) if layer_window((7, 0), skip, n)] == layers
+    assert layer_window(None, skip, 1) is None and layer_window((-1, -1), None, 1) is None
+
+
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("window", [None, (3, 0), (2, 2), (100, 0)])
+def test_fused_and_unfused_cores_agree(mask_type, window):
+    config = make_config(num_query_groups=2, window_size=window)
+    query, key, value = torch.randn(9, 2, 4, 6, dtype=DOUBLE), *torch.randn(2, 9, 2, 2, 6, dtype=DOUBLE)
+    fused = SDPAttention(config, 1, mask_type)(query, key, value)
+    unfused = UnfusedAttention(config, 1, mask_type)(query, key, value)
+    torch.testing.assert_close(fused, unfused)
+
+
+def test_the_core_is_chosen_once_by_configuration():
+    assert isinstance(make_core_attention(make_config(), 1), SDPAttention)
+    assert isinstance(make_core_attention(make_config(attention_backend="unfused"), 1), UnfusedAttention)
+    assert isinstance(make_core_attention(make_config(attention_dropout=0.1), 1), UnfusedAttention)
+    with pytest.raises(ValueError, match="context_parallel_size"):
+        make_core_attention(make_config(context_parallel_size=2), 1)
+
+
+def test_layer_scaling_keeps_float16_scores_finite_and_changes_no_result():
+    config = make_config(apply_query_key_layer_scaling=True)
+    q, k, v = torch.randn(3, 5, 1, 4, 6, dtype=DOUBLE)
+    torch.testing.assert_close(UnfusedAttention(config, 7)(q, k, v), UnfusedAttention(make_config(), 7)(q, k, v))
+    large = torch.full((4, 1, 4, 6), 200.0, dtype=torch.float16)
+    assert UnfusedAttention(config, 48)(large, large, large).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_zero_centred_norms_start_and_act_as_plain_ones(kind):
+    plain = make_norm(make_config(normalization=kind), 24, 1e-5)
+    centred = make_norm(make_config(normalization=kind, apply_layernorm_1p=True), 24, 1e-5)
+    x = torch.randn(3, 24, dtype=DOUBLE)
+    assert centred.weight.eq(0).all() and plain.weight.eq(1).all()
+    with torch.no_grad():
+        plain.weight.add_(torch.arange(24) / 24)
+        centred.weight.add_(torch.arange(24) / 24)
+    torch.testing.assert_close(centred(x), plain(x))
+
+
+def test_l2_norm_gives_unit_mean_squares():
+    assert L2Norm(1e-9)(torch.randn(3, 8, dtype=DOUBLE)).pow(2).mean(-1).allclose(torch.ones(3, dtype=DOUBLE))
+
+
+def coordinates(samples, positions, full):
+    return DropoutCoordinates(DropoutStream(1), torch.tensor(samples), torch.tensor(positions), torch.arange(full))
+
+
+def test_dropout_of_a_slice_is_the_slice_of_dropout():
+    dropout = Dropout(0.5, "layer", 1, "x")
+    x = torch.randn(6, 3, 21, dtype=DOUBLE)
+    whole = dropout(x, coordinates([3, 4, 5], list(range(6)), 6))
+    part = dropout(x[[4, 1]][:, [2]], coordinates([5], [4, 1], 6))
+    assert torch.equal(part, whole[[4, 1]][:, [2]])
+    assert torch.equal(whole[whole != 0], 2 * x[whole != 0]) and 0.3 < (whole == 0).double().mean() < 0.7
+
+
+def test_dropout_backward_uses_the_mask_of_forward():
+    x = torch.randn(4, 2, 16, dtype=DOUBLE, requires_grad=True)
+    output = Dropout(0.25, "x")(x, coordinates([0, 1], list(range(4)), 4))
+    output.sum().backward()
+    assert torch.equal(x.grad != 0, output != 0) and x.grad.max().item() == pytest.approx(4 / 3)
+
+
+def test_a_rate_of_zero_or_evaluation_is_the_identity_and_missing_coordinates_are_named():
+    x = torch.randn(2, 2, 4)
+    assert isinstance(make_dropout(0.0, "x"), NoDropout) and make_dropout(0.0, "x")(x, None) is x
+    dropout = make_dropout(0.1, "x")
+    with pytest.raises(ValueError, match="coordinates"):
+        dropout(x, None)
+    assert dropout.eval()(x, None) is x
+
+
+def test_specs_pass_parameters_and_submodules():
+    def make(*args, **kwargs):
+        return args, kwargs
+
+    built = build_module(ModuleSpec(make, {"a": 1}, submodules="s"), 2, b=3)
+    assert built == ((2,), {"a": 1, "b": 3, "submodules": "s"})
+    assert build_module(make, 2, b=3) == ((2,), {"b": 3})
