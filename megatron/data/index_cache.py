@@ -9,7 +9,6 @@ its own.
 
 import contextlib
 import fcntl
-import glob
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.data.indexed_writer import sync_folder
+from megatron.data.mapping import map_npy
 
 logger = logging.getLogger(__name__)
 
@@ -96,41 +95,35 @@ class IndexCache:
             with open(f"{self.base}-description.txt", encoding="utf-8") as stream:
                 if stream.read() != self.description:
                     return None
-            arrays = {
-                name: np.load(f"{self.base}-{name}.npy", mmap_mode="r", allow_pickle=False) for name in self.layout
-            }
-        except (OSError, ValueError, EOFError, SyntaxError, TypeError):  # np.load's answers to a damaged file
+            arrays = {name: map_npy(f"{self.base}-{name}.npy") for name in self.layout}
+        except (OSError, ValueError, EOFError, SyntaxError, TypeError):  # numpy's answers to a damaged header
             return None
         for name, (shape, dtype) in self.layout.items():
             if arrays[name].shape != shape or arrays[name].dtype.name != dtype:
                 return None
-        return {name: array.view(np.ndarray) for name, array in arrays.items()}
+        return arrays
 
     def save(self, arrays: Arrays) -> None:
-        """Write the arrays, then the description that makes them count."""
-        self._remove_partial()
-        assert self.folder is not None
+        """Write the arrays, then the description that makes them count. A rename lost with the power is rebuilt."""
         for name, array in arrays.items():
             with self._renamed(f"{self.base}-{name}.npy") as stream:
                 np.lib.format.write_array(stream, array, allow_pickle=False)
         with self._renamed(f"{self.base}-description.txt") as stream:
             stream.write(self.description.encode("utf-8"))
-        sync_folder(self.folder)
 
     @contextlib.contextmanager
     def _renamed(self, path: str) -> Iterator[BinaryIO]:
-        partial = f"{path}.partial-{os.getpid()}"
-        with open(partial, "wb") as stream:
+        with open(f"{path}.partial", "wb") as stream:  # one writer at a time: the lock is held
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(partial, path)
+        os.replace(f"{path}.partial", path)
 
     def _remove_partial(self) -> None:
-        """What a killed or failed writer left; called only under the lock."""
-        for path in glob.glob(f"{glob.escape(self.base)}-*.partial-*"):
+        """What a failed writer left; the next one overwrites what a killed writer left."""
+        for name in ("description.txt", *(f"{name}.npy" for name in self.layout)):
             with contextlib.suppress(OSError):
-                os.unlink(path)
+                os.unlink(f"{self.base}-{name}.partial")
 
     def _build_in_memory(self, build: Callable[[], Arrays], error: OSError) -> Arrays:
         logger.warning(

@@ -16,12 +16,13 @@ The ``.bin`` is the bare concatenation of the tokens.
 """
 
 import enum
-import os
 import struct
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from megatron.data.mapping import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -134,13 +135,6 @@ def read_index(idx_path: str, bin_bytes: int, multimodal: bool = False) -> Index
     _check_tokens(idx_path, index, bin_bytes)
     _check_documents(idx_path, index)
     return index
-
-
-def map_file(path: str) -> np.ndarray:
-    """The bytes of a file as a read-only uint8 array; the mapping lives as long as any view of it."""
-    if os.path.getsize(path) == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype=np.uint8)
-    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 def _read_header(idx_path: str, buffer: np.ndarray) -> tuple[Any, int, int]:

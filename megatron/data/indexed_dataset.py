@@ -8,6 +8,7 @@ import difflib
 import glob
 import logging
 import os
+import weakref
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from megatron.data.index_format import (
     IndexedDatasetError,
     get_bin_path,
     get_idx_path,
-    map_file,
     read_index,
 )
 from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.data.mapping import map_file
 
 __all__ = [
     "DType",
@@ -54,7 +55,8 @@ class FileTokens:
 
     def __init__(self, bin_path: str, dtype: Any):
         self.bin_path, self.dtype = bin_path, np.dtype(dtype)
-        self.file = open(bin_path, "rb", buffering=0)  # noqa: SIM115 (lives as long as the data set)
+        self.descriptor = os.open(bin_path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, start: int, count: int) -> np.ndarray:
         """``count`` tokens from token ``start``, as a new array."""
@@ -62,7 +64,7 @@ class FileTokens:
         target = tokens.data.cast("B") if count else memoryview(b"")
         offset, done = start * self.dtype.itemsize, 0
         while done < len(target):  # one call reads at most 2 GiB
-            got = os.preadv(self.file.fileno(), [target[done:]], offset + done)
+            got = os.preadv(self.descriptor, [target[done:]], offset + done)
             if got == 0:
                 raise IndexedDatasetError(
                     f"{self.bin_path} ends before byte {offset + len(target)}: it shrank after opening"

@@ -75,7 +75,7 @@ class GPTDataset(MegatronDataset):
         self.config: GPTDatasetConfig = config
         self.extra_token = int(config.add_extra_token_to_sequence)
         self._pad = _padding_id(config)
-        self._eod = config.tokenizer.eod if self._uses_eod() else None
+        self._eod = _end_of_document(config)
         self._vocab_size = config.vocab_size
         if self._vocab_size is None and config.tokenizer is not None:
             self._vocab_size = config.tokenizer.vocab_size
@@ -103,6 +103,10 @@ class GPTDataset(MegatronDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
+        if config.mock:
+            raise ValueError(
+                "no data: give --data-path (or another source of data), or --mock-data for synthetic samples"
+            )
         return IndexedDataset(resolve_prefix(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
 
     def __len__(self) -> int:
@@ -174,9 +178,6 @@ class GPTDataset(MegatronDataset):
             f"not below the vocabulary size {self._vocab_size}: the data was made with another tokenizer. Preprocess "
             "it with this run's tokenizer, or give this run the tokenizer of the data"
         )
-
-    def _uses_eod(self) -> bool:
-        return self.config.reset_position_ids or self.config.reset_attention_mask or self.config.eod_mask_loss
 
     def _is_range(self) -> bool:
         count = len(self.indices)
@@ -253,11 +254,24 @@ class GPTDataset(MegatronDataset):
         }
 
 
+def _end_of_document(config: GPTDatasetConfig) -> int | None:
+    """The end-of-document id if anything depends on it."""
+    if not (config.reset_position_ids or config.reset_attention_mask or config.eod_mask_loss):
+        return None
+    eod = None if config.tokenizer is None else config.tokenizer.eod
+    if eod is None:
+        raise ValueError(
+            "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need a tokenizer with an end-of-document "
+            "token; this one has none"
+        )
+    return int(eod)
+
+
 def _padding_id(config: GPTDatasetConfig) -> int:
     """The tokenizer's padding id, or one that no data holds where it has none or shares it with end-of-document."""
     try:
         pad = config.tokenizer.pad
-    except (AttributeError, NotImplementedError, KeyError):
+    except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none
         return NO_PAD
     if pad is None:
         return NO_PAD

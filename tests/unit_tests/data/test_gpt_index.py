@@ -123,3 +123,17 @@ def test_number_of_epochs_takes_no_loop():
 def test_documents_without_tokens_are_refused():
     with pytest.raises(ValueError, match="no tokens"):
         plan_epochs(0, 10, 4, 1)
+
+
+def test_the_numpy_builders_alone_give_the_same_bytes(monkeypatch):
+    sizes = np.random.default_rng(0).integers(0, 30, 500).astype(np.int32)
+    documents, tokens = np.arange(500, dtype=np.int32), int(sizes.sum())
+    for num_samples in (None, 700, 1500):
+        plan = plan_epochs(tokens, num_samples, 10, 1)
+        fast = build_gpt_indices(sizes, documents, plan, 10, 5)
+        with monkeypatch.context() as patched:
+            patched.setattr("megatron.data.helpers._cpp", None)
+            slow = build_gpt_indices(sizes, documents, plan, 10, 5)
+        for name in vars(fast):
+            left, right = getattr(fast, name), getattr(slow, name)
+            assert left.dtype == right.dtype and left.tobytes() == right.tobytes()

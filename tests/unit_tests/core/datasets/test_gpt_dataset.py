@@ -286,3 +286,11 @@ def test_mock_data_equals_megatron_lms():
     np.testing.assert_array_equal(data.dataset.sequence_lengths, expected)
     for number in (0, 99_999):
         assert data.dataset[number].tolist() == [*range(1, expected[number]), 8191]
+
+
+def test_missing_pieces_are_named(prefix):
+    with pytest.raises(ValueError, match="--reset-attention-mask.* need a tokenizer with an end-of-document"):
+        dataset(prefix, 5, tokenizer=tokenizer(eod=None), reset_attention_mask=True)
+    config = GPTDatasetConfig(random_seed=1, sequence_length=8, tokenizer=tokenizer())
+    with pytest.raises(ValueError, match="--data-path .*--mock-data"):
+        BlendedMegatronDatasetBuilder(GPTDataset, [1, 1, 1], lambda: True, config).build()

@@ -1,0 +1,69 @@
+"""Files as read-only arrays, mapped by the C library.
+
+Python's own ``mmap`` (hence ``numpy.memmap``) keeps a file descriptor open per mapping before 3.13: eight per source of
+a blend, which ends at 128 sources where a process may open 1024 files. A mapping needs none. It is released when the
+last array that looks into it is gone, whoever holds it.
+"""
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Mapping:
+    """The owner of a mapping: the base of every array made of it."""
+
+    def __init__(self, address: int, size: int, unmap: Any):
+        self.__array_interface__ = {"data": (address, True), "shape": (size,), "typestr": "|u1", "version": 3}
+        release = weakref.finalize(self, unmap, ctypes.c_void_p(address), ctypes.c_size_t(size))
+        release.atexit = False  # arrays may still be read while the interpreter shuts down
+
+
+@functools.cache
+def _c_library() -> Any:
+    library = ctypes.CDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    return library
+
+
+def map_file(path: str) -> np.ndarray:
+    """The bytes of a file as a read-only uint8 array, valid as long as any view of it, even if the file is unlinked."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size == 0:  # an empty file cannot be mapped
+            return np.empty(0, dtype=np.uint8)
+        library = _c_library()
+        address = library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        if address is None or address == _FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), path)
+    finally:
+        os.close(descriptor)
+    return np.asarray(_Mapping(address, size, library.munmap))
+
+
+def map_npy(path: str) -> np.ndarray:
+    """The array of a ``.npy`` file, mapped; objects are never unpickled.
+
+    Raises:
+        ValueError: not a complete file of plain numbers.
+    """
+    with open(path, "rb") as stream:
+        version = np.lib.format.read_magic(stream)
+        if version != (1, 0):
+            raise ValueError(f"{path} has .npy version {version}")
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+        start = stream.tell()
+    buffer = map_file(path)
+    if dtype.hasobject or fortran_order or len(buffer) - start != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:
+        raise ValueError(f"{path} is no complete array of numbers")
+    return buffer[start:].view(dtype).reshape(shape)
