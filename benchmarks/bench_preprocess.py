@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", help="a tokenizer.json to use instead of training one")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
+    load = os.getloadavg()[0]  # of other work: above 0.5 or so the wall figures are too low
     results: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -125,12 +126,13 @@ def main() -> None:
     packages = ("tokenizers", "tiktoken", "orjson", "numpy")
     versions = {package: importlib.metadata.version(package) for package in packages}
     report = {
-        "corpus_bytes": size, "vocab_size": args.vocab_size, "processors": os.cpu_count(),
+        "corpus_bytes": size, "vocab_size": args.vocab_size, "processors": os.cpu_count(), "load_at_start": load,
         "machine": platform.machine(), "python": platform.python_version(), "versions": versions, "results": results,
     }  # fmt: skip
     target = ROOT / "benchmarks/results/preprocess.json"
     target.parent.mkdir(exist_ok=True)
     target.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"load average of the machine at the start: {load:.1f}")
     print(f"wrote {target.relative_to(ROOT)}: {', '.join(f'{name} {version}' for name, version in versions.items())}")
 
 
