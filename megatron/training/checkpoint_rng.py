@@ -33,7 +33,7 @@ def get_rng_state() -> dict[str, Tensor]:
         "numpy": torch.tensor([*keys, position, *_bits(cached)], dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
@@ -45,7 +45,7 @@ def set_rng_state(states: dict[str, Tensor]) -> None:
     *keys, position, is_set, bits = states["numpy"].tolist()
     np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, is_set, _double(is_set, bits) or 0.0))
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
+    if "cuda" in states and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["cuda"])
 
 
