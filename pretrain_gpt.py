@@ -6,12 +6,15 @@ What is specific to GPT is a task: its model, data sets, batch, forward step and
 import sys
 
 from megatron.training.arguments import exit_on_config_error, parse_args
+from megatron.training.dry_run import preflight
 
 
 def main() -> int:
     """Parse first: ``--help`` and bad flags answer before torch is loaded."""
     with exit_on_config_error("pretrain_gpt.py"):
         cfg = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+        if preflight(cfg):
+            return 0
 
     from megatron.training.program import run
     from megatron.training.tasks.gpt import GPTTask

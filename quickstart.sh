@@ -31,9 +31,7 @@ run "$PYTHON" tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-pref
 
 GPUS=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')
 if [ "$GPUS" -gt 0 ]; then PROCESSES=$((GPUS < PROCESSES ? GPUS : PROCESSES)); fi
-TRAIN=("$PYTHON" -m torch.distributed.run --nproc_per_node="$PROCESSES" --master_port=0 --rdzv-backend=c10d
-    --rdzv-endpoint=localhost:0 pretrain_gpt.py
-    --num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
+FLAGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0
     --micro-batch-size 8 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
@@ -42,6 +40,8 @@ TRAIN=("$PYTHON" -m torch.distributed.run --nproc_per_node="$PROCESSES" --master
     --data-path "$OUT/corpus_text_document" --split 95,4,1 --num-workers 0
     --eval-interval 60 --eval-iters 8 --log-interval 20 --log-throughput
     --save "$OUT/checkpoints" --load "$OUT/checkpoints" --save-interval 60 --tensorboard-dir "$OUT/tensorboard")
+TRAIN=("$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$PROCESSES" pretrain_gpt.py "${FLAGS[@]}")
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 step "training: $PROCESSES processes, data parallel, leaving (as in a preempted job) half-way"
 run "${TRAIN[@]}" --exit-interval "$((ITERS / 2))"
@@ -50,8 +50,7 @@ step "the same command resumes from the checkpoint and trains to the end"
 run "${TRAIN[@]}"
 
 step "the same validation tokens under a unigram model of the training tokens"
-run "$PYTHON" tools/unigram_baseline.py --data-path "$OUT/corpus_text_document" --split 95,4,1 \
-    --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer" --metrics "$OUT/checkpoints/metrics.jsonl"
+run "$PYTHON" tools/unigram_baseline.py "${FLAGS[@]}" --metrics "$OUT/checkpoints/metrics.jsonl"
 
 step "a sample"
 run "$PYTHON" tools/generate.py --load "$OUT/checkpoints" --prompt "def read_file(path):" --max-new-tokens 80 --seed 1

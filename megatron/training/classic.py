@@ -87,8 +87,7 @@ class ClassicTask(Task):
     def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
         self.functions = functions
-        program = _Program(as_namespace(cfg, tokenizer), tokenizer, Timers(cfg.timing_log_level, cfg.timing_log_option))
-        _PROGRAM.set(program)
+        _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers))
 
     def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
         """The script's model."""
@@ -165,5 +164,5 @@ def initialize_megatron(
     configure_logging(cfg.logging_level)
     bring_up(cfg)
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
-    timers = Timers(cfg.timing_log_level, cfg.timing_log_option)
+    timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
     _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers))

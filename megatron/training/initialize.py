@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import sys
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -79,6 +80,14 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def start_distributed(cfg: PretrainConfig) -> None:
+    """torch.distributed over --distributed-backend, where torchrun started this process and nobody has yet."""
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return
+    timeout = timedelta(minutes=cfg.distributed_timeout_minutes)
+    dist.init_process_group(cfg.distributed_backend, timeout=timeout)
+
+
 def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
     """Devices, process groups and seeds for a resolved configuration; returns this rank's groups."""
     if cfg.deterministic_mode:
@@ -86,6 +95,7 @@ def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
     device = training_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    start_distributed(cfg)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,

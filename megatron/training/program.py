@@ -37,7 +37,6 @@ from megatron.training.initialize import (
 )
 from megatron.training.parallelize import build_model, parallelize, report_parameters
 from megatron.training.tasks.base import Task
-from megatron.training.timers import Timers
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Components, Trainer
 
@@ -120,13 +119,12 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
     checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
     state = checkpointer.load() or TrainState()
-    timers = Timers(cfg.timing_log_level, cfg.timing_log_option)
-    parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer, timers)
+    parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
-    parts.hooks = build_hooks(cfg, run_info(cfg, parts), timers)
+    parts.hooks = build_hooks(cfg, run_info(cfg, parts), task.timers)
     return parts
 
 

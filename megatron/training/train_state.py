@@ -16,7 +16,6 @@ class TrainState:
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
     """Updates refused because of an overflow under a dynamic loss scale."""
-    nan_iterations: int = 0
     floating_point_operations: float = 0.0
     """Model FLOPs so far, summed over all ranks."""
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.core import num_microbatches_calculator as batch_sizes
 from megatron.core.distributed import finalize_model_grads
@@ -28,7 +28,6 @@ from megatron.training.initialize import training_device
 from megatron.training.metrics import NonFiniteError, StepMetrics, check_finite
 from megatron.training.reduction import LossSums
 from megatron.training.tasks.base import Task
-from megatron.training.timers import Timers
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ class Components:
     scheduler: OptimizerParamScheduler
     state: TrainState
     checkpointer: Checkpointer
-    timers: Timers
     train_iterator: Iterator[dict] | None = None
     valid_sets: list[EvalSet] = field(default_factory=list)
     test_sets: list[EvalSet] = field(default_factory=list)
@@ -57,7 +55,8 @@ class Trainer:
 
     def __init__(self, cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> None:
         self.cfg, self.parts, self.exits = cfg, parts, exits
-        self.state, self.timers = parts.state, parts.timers
+        self.state, self.timers = parts.state, parts.task.timers
+        self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
         self.device = training_device()
         self.flops_per_sample = parts.task.flops_per_sample()
@@ -66,6 +65,7 @@ class Trainer:
         """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
+        self.lap()
         while reason is None:
             metrics = self.train_step()
             for hook in self.parts.hooks:
@@ -81,20 +81,24 @@ class Trainer:
 
     def train_step(self) -> StepMetrics:
         """One update from one global batch; what it measured."""
-        started = time.perf_counter()
         size = batch_sizes.running_global_batch_size(
             self.cfg, self.state.consumed_train_samples, self.cfg.data_parallel_size
         )
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
-        rate = max(group["lr"] for group in self.parts.optimizer.param_groups)
+        rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
         if self.state.iteration + 1 in self.cfg.iterations_to_skip:
             metrics = self._skip_batch(size)
         else:
             metrics = self._update(size)
         metrics.learning_rate = rate
         self._count(size, metrics)
-        metrics.elapsed = time.perf_counter() - started
+        metrics.elapsed = self.lap()
         return metrics
+
+    def lap(self) -> float:
+        """Seconds since the last call: an iteration's time, if evaluation and saving end with a call too."""
+        before, self.last_mark = self.last_mark, time.perf_counter()
+        return self.last_mark - before
 
     def _update(self, size: int) -> StepMetrics:
         """Forward and backward over the micro-batches, the sum over ranks, the optimizer step."""
@@ -137,15 +141,23 @@ class Trainer:
                 micro_batch_size=cfg.micro_batch_size,
             )
         sums = LossSums(self.device).add(results)
+        local_losses = dict(sums.pairs)
+        finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
+        sums.all_reduce(parts.groups.dp)
         if cfg.check_for_nan_in_loss_and_grad:
+            self._check_losses(local_losses, sums.pairs)
+        return sums
+
+    def _check_losses(self, local: dict[str, Tensor], everywhere: dict[str, Tensor]) -> None:
+        """Every rank stops in the same iteration; the rank whose own loss it is says so."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for losses, name in ((local, "{}"), (everywhere, "{} (of another rank)")):
             check_finite(
-                {name: pair[0] for name, pair in sums.pairs.items()},
+                {name.format(key): pair[0] for key, pair in losses.items()},
                 iteration=self.state.iteration + 1,
-                rank=dist.get_rank() if dist.is_initialized() else 0,
+                rank=rank,
                 consumed_samples=self.state.consumed_train_samples,
             )
-        finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
-        return sums.all_reduce(parts.groups.dp)
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """--iterations-to-skip: the data is consumed, the weights stay."""
@@ -176,6 +188,7 @@ class Trainer:
         results = self.evaluator.evaluate(sets, name, final)
         for hook in self.parts.hooks:
             hook.on_evaluate(self.state, results)
+        self.lap()
 
     def save(self) -> None:
         """Writes a checkpoint of this moment, if --save says where."""
@@ -186,6 +199,7 @@ class Trainer:
         if self.parts.checkpointer.save(self.state):
             for hook in self.parts.hooks:
                 hook.on_saved(self.state)
+        self.lap()
 
     def between_steps(self) -> None:
         """Housekeeping that must happen at the same iteration on every rank."""

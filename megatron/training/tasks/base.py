@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from megatron.training.timers import Timers
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -23,6 +25,7 @@ class Task:
     def __init__(self, cfg: PretrainConfig, tokenizer: Any = None) -> None:
         self.cfg = cfg
         self.tokenizer = tokenizer
+        self.timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
 
     def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
         """The model, or the stage of it that has (or lacks) the embedding and the output layer."""
