@@ -180,13 +180,16 @@ class SDPAttention(CoreAttention):
         """[t, a, d]; one kernel for all documents. No document is longer than a row, so ``length`` bounds them."""
         from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
+        if query.shape[1] != key.shape[1]:  # torch 2.11 has no grouped queries here
+            repeats = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         left, right = self.window or (-1, -1)
         bounds = packed.cu_seqlens_q
         assert bounds is not None
         longest = packed.max_seqlen_q or length
         mixed = varlen_attn(
             query, key, value, bounds, bounds, longest, longest, scale=self.softmax_scale,
-            window_size=(left, 0 if self.causal else right), enable_gqa=query.shape[1] != key.shape[1],
+            window_size=(left, 0 if self.causal else right),
         )  # fmt: skip
         assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
         return mixed

@@ -46,7 +46,7 @@ def test_the_formula_equals_a_counted_trace(overrides):
     length, vocab, padded, batch = 16, 50, 64, 2
     config = TransformerConfig(
         num_layers=3, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
-        attention_backend="unfused", **overrides,
+        attention_backend="unfused", use_cpu_initialization=True, **overrides,
     )  # fmt: skip
     model = GPTModel(
         config, get_gpt_decoder_block_spec(config), vocab_size=vocab, max_sequence_length=length,

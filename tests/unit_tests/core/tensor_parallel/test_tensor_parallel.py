@@ -123,6 +123,7 @@ def _gpt(rank, world_size, sequence_parallel, tied):
         num_layers=2, hidden_size=16, num_attention_heads=4, num_query_groups=2, params_dtype=DOUBLE, swiglu=True,
         normalization="RMSNorm", qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1, init_method_std=0.2,
         tensor_model_parallel_size=world_size, sequence_parallel=sequence_parallel and world_size > 1,
+        use_cpu_initialization=True,
     )  # fmt: skip
     model = GPTModel(
         config, get_gpt_decoder_block_spec(config), vocab_size=50, max_sequence_length=8, groups=groups,
