@@ -1,6 +1,6 @@
 """Package metadata lives in pyproject.toml; this file only adds the optional C++ index builders.
 
-Without a compiler or pybind11 the package installs all the same and uses the numpy twin in ``megatron/data/helpers.py``.
+Without a compiler or pybind11 the package installs all the same and uses the numpy twin in megatron/data/helpers.py.
 """
 
 from setuptools import setup

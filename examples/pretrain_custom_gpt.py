@@ -46,8 +46,9 @@ def model_provider(pre_process=True, post_process=True):
 def loss_func(batch, logits):
     """Smoothed cross-entropy: the sum over tokens, how many there are, and what to log."""
     mask = batch["loss_mask"].view(-1)
+    smoothing, labels = get_args().label_smoothing, batch["labels"].view(-1)
     losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).float(), batch["labels"].view(-1), reduction="none", label_smoothing=get_args().label_smoothing
+        logits.flatten(0, 1).float(), labels, reduction="none", label_smoothing=smoothing
     )
     loss, num_tokens = (losses * mask).sum(), mask.sum()
     return loss, num_tokens, {"lm loss": torch.stack([loss.detach(), num_tokens])}

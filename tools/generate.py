@@ -22,7 +22,7 @@ def parse_command_line() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="draw from the K likeliest tokens; 0: from all")
-    parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens of this probability; 0: all")
+    parser.add_argument("--top-p", type=float, default=0.9, help="draw from the likeliest tokens of this mass; 0: all")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws")
     return parser.parse_args()
 

@@ -2,8 +2,8 @@
 
     python tools/make_corpus.py --output corpus.jsonl
 
-One line per file, ``{"text": …, "path": …}``, in the order of a seeded shuffle, so that any split of the documents holds
-all kinds of modules.
+One line per file, ``{"text": …, "path": …}``, in the order of a seeded shuffle, so that any split of the documents
+holds all kinds of modules.
 """
 
 import argparse
@@ -33,7 +33,9 @@ def documents(root: Path, paths: list[Path]) -> Iterator[dict[str, str]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--output", required=True, type=Path, help="JSONL file to write")
     parser.add_argument("--max-bytes", type=int, default=32_000_000, help="stop after about this much text")
     parser.add_argument("--seed", type=int, default=1234, help="of the document order")

@@ -1,4 +1,4 @@
-"""How much of a validation loss is mere word frequency: the loss of a unigram model on the very samples of an evaluation.
+"""How much of a validation loss is mere token frequency: a unigram model's loss on the very samples of an evaluation.
 
     python tools/unigram_baseline.py [the flags of the training run] --metrics RUN/metrics.jsonl
 

@@ -1,4 +1,4 @@
-"""The training program. What entry scripts import from here is loaded at first use, so that ``--help`` needs no torch."""
+"""The training program. What entry scripts import from here is loaded at first use: ``--help`` needs no torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

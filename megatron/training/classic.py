@@ -1,8 +1,8 @@
-"""The call that third-party entry scripts make: ``pretrain(datasets_provider, model_provider, model_type, forward_step)``.
+"""The call of third-party entry scripts: ``pretrain(datasets_provider, model_provider, model_type, forward_step)``.
 
 The functions become a :class:`Task`; the loop is the same. Scripts read their settings through ``get_args()``: a plain
-namespace with every setting, the script's own flags, and the names that older scripts expect beside them. The objects of
-the running program live in a context variable, set for the duration of one ``pretrain`` call.
+namespace with every setting, the script's own flags, and the names that older scripts expect beside them. The objects
+of the running program live in a context variable.
 """
 
 from __future__ import annotations

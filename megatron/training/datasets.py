@@ -24,7 +24,7 @@ def batch_size_at(cfg: PretrainConfig) -> Callable[[int], int]:
 
 
 def samples_per_split(cfg: PretrainConfig) -> NumSamples:
-    """Training samples of the whole run; validation and test samples of one evaluation, which always sees the same ones.
+    """Training samples of the whole run; validation and test samples of one evaluation: it always sees the same ones.
 
     None stands for one full pass (--full-validation).
     """

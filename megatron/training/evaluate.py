@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,7 +45,7 @@ def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
 class Evaluator:
     """Runs a model over evaluation sets. Two evaluations of the same weights agree exactly."""
 
-    def __init__(self, cfg: PretrainConfig, task: Task, model: list[nn.Module], groups: ProcessGroups) -> None:
+    def __init__(self, cfg: PretrainConfig, task: Task, model: Sequence[nn.Module], groups: ProcessGroups) -> None:
         self.cfg, self.task, self.model, self.groups = cfg, task, model, groups
         self.shard = Shard(cfg.eval_micro_batch_size, groups.dp.rank, groups.dp.size)
 
@@ -85,7 +85,7 @@ class Evaluator:
                     micro_batch_size=self.cfg.eval_micro_batch_size,
                 )
             )
-        return {name: value.item() for name, value in sums.all_reduce(self.groups.dp).means().items()}
+        return {name: value.item() for name, value in sums.all_reduce(self.groups.dp_cp).means().items()}
 
     def _batches(self, eval_set: EvalSet, sampler: EvalSampler) -> tuple[Iterator[dict], int]:
         """An iterator of micro-batches and the number of global batches in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,7 +21,9 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
     return [task.model_provider(pre_process=True, post_process=True).to(device)]
 
 
-def parallelize(model_chunks: list[nn.Module], cfg: PretrainConfig, groups: ProcessGroups) -> list[nn.Module]:
+def parallelize(
+    model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups
+) -> list[DistributedDataParallel]:
     """Wraps every chunk for data parallelism: gradients accumulate in contiguous buffers and are summed over ``dp``."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.accumulate_allreduce_grads_in_fp32,
@@ -30,7 +33,7 @@ def parallelize(model_chunks: list[nn.Module], cfg: PretrainConfig, groups: Proc
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 
 
-def report_parameters(model_chunks: list[nn.Module], groups: ProcessGroups) -> None:
+def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
     """The parameter count of this rank, in the form that users' scripts look for."""
     count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
     logger.info(

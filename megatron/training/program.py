@@ -43,7 +43,7 @@ from megatron.training.trainer import Components, Trainer
 logger = logging.getLogger(__name__)
 
 UNSAVED_EXIT_CODE = 75
-"""sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and the run can be resumed."""
+"""sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and can be resumed."""
 
 ConfigClass = TypeVar("ConfigClass")
 TaskFactory = Callable[[PretrainConfig, Any], Task]
@@ -165,8 +165,8 @@ def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
     """``loader``'s batches; running out of them is an error that says what to do."""
     yield from loader
     raise ValueError(
-        f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources repeat,"
-        " or more data, or fewer --train-iters"
+        f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
+        " repeat, or more data, or fewer --train-iters"
     )
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core import num_microbatches_calculator as batch_sizes
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.distributed.replicas import check_replicas
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -39,7 +39,7 @@ class Components:
 
     task: Task
     groups: ProcessGroups
-    model: list[nn.Module]
+    model: list[DistributedDataParallel]
     optimizer: Any
     scheduler: OptimizerParamScheduler
     state: TrainState
@@ -105,12 +105,12 @@ class Trainer:
         sums = self._forward_backward(size)
         with self.timers("optimizer", log_level=1):
             updated, grad_norm, num_zeros = self.parts.optimizer.step()
-        overflow_is_expected = self.cfg.fp16  # the loss scale backs off, and the iteration counts as skipped
-        if self.parts.optimizer.found_nonfinite and self.cfg.check_for_nan_in_loss_and_grad and not overflow_is_expected:
+        overflowed = self.parts.optimizer.found_nonfinite and not self.cfg.fp16  # fp16: the loss scale backs off
+        if overflowed and self.cfg.check_for_nan_in_loss_and_grad:
             raise NonFiniteError(
-                f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on): the gradient"
-                " norm is not finite though the loss is. The weights have not been updated. Lower --lr or raise the"
-                " warm-up; --no-check-for-nan-in-loss-and-grad skips such updates instead"
+                f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on): the"
+                " gradient norm is not finite though the loss is. The weights have not been updated. Lower --lr or"
+                " raise the warm-up; --no-check-for-nan-in-loss-and-grad skips such updates instead"
             )
         return StepMetrics(
             losses=sums.means(),
@@ -143,7 +143,7 @@ class Trainer:
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)
         finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
-        sums.all_reduce(parts.groups.dp)
+        sums.all_reduce(parts.groups.dp_cp)
         if cfg.check_for_nan_in_loss_and_grad:
             self._check_losses(local_losses, sums.pairs)
         return sums
@@ -205,7 +205,7 @@ class Trainer:
         """Housekeeping that must happen at the same iteration on every rank."""
         cfg, iteration = self.cfg, self.state.iteration
         if every(cfg.check_weight_hash_across_dp_replicas_interval, iteration):
-            differing = [each for chunk in self.parts.model for each in check_replicas(chunk, chunk.group)]  # type: ignore[arg-type]
+            differing = [each for chunk in self.parts.model for each in check_replicas(chunk, chunk.group)]
             if differing:
                 listed = ", ".join(f"{name} on data-parallel rank {rank}" for name, rank in differing[:8])
                 raise RuntimeError(f"iteration {iteration}: replicas differ in {len(differing)} places: {listed}")

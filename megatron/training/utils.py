@@ -87,4 +87,5 @@ def unwrap_model(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Modu
     """The module inside data-parallel wrappers."""
     if isinstance(model, list):
         return [unwrap_model(chunk) for chunk in model]  # type: ignore[misc]
-    return unwrap_model(model.module) if hasattr(model, "module") else model
+    inner = getattr(model, "module", None)
+    return unwrap_model(inner) if isinstance(inner, nn.Module) else model

@@ -15,10 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_example_script_trains_like_the_suites_own(gloo_pool, tmp_path):
     dataset = write_dataset(tmp_path / "numbers")
     flags = ["--data-path", str(dataset), "--split", "80,10,10", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command = launcher + ["examples/pretrain_custom_gpt.py", *MODEL_FLAGS, *flags, "--save", str(tmp_path / "classic"), "--label_smoothing=0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = ["examples/pretrain_custom_gpt.py", "--label_smoothing=0", "--save", str(tmp_path / "classic")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        launcher + script + MODEL_FLAGS + flags, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "building a GPT model of this script's own" in result.stdout
     gloo_pool.run(train, 1, flags + ["--save", str(tmp_path / "own")])

@@ -1,8 +1,9 @@
-"""A warm pool of gloo ranks: processes forked once from an interpreter that has already imported torch.
+"""A warm pool of gloo ranks: processes forked from a server that has imported torch once.
 
 Importing torch costs a second or more per process; a test that needs four ranks must not pay it four times. The pool
-forks its workers at first use, keeps them between tests, and gives each task a fresh process group of the size it asks
-for. A task that raises reports its traceback; a pool with a dead or stuck worker is torn down and built anew.
+starts its workers at first use, keeps them between tests, and gives each task a fresh process group of the size it asks
+for. A task that raises reports its traceback; a pool with a dead or stuck worker is torn down and built anew. (Forking
+the test process itself would break autograd in the workers once a test had used a GPU.)
 """
 
 import multiprocessing as mp
@@ -34,7 +35,8 @@ def _serve(connection) -> None:
         os.environ.update({name: str(value) for name, value in environment.items()})
         try:
             store = dist.FileStore(store_path, world_size)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+            limit = timedelta(seconds=60)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
             connection.send((True, function(rank, world_size, *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -50,7 +52,8 @@ class GlooPool:
     """Ranks that live as long as the test session."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("fork")
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         self._workers: list[tuple[Any, Any]] = []
 
     def _grow(self, size: int) -> None:
@@ -63,8 +66,6 @@ class GlooPool:
 
     def run(self, function: Callable, world_size: int, *args: Any) -> list[Any]:
         """``[function(rank, world_size, *args) for every rank]``, run together; raises :class:`WorkerError`."""
-        import torch  # noqa: F401  # so that the forked workers have it already
-
         self._grow(world_size)
         workers = self._workers[:world_size]
         with tempfile.TemporaryDirectory() as folder:

@@ -47,7 +47,7 @@ def split_loss(returned: tuple) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         loss, logged = returned
         num_tokens = torch.ones((), dtype=torch.int64, device=loss.device)
     else:
-        raise ValueError(f"loss_func returned {len(returned)} values; expected (loss, num_tokens, dict) or (loss, dict)")
+        raise ValueError(f"loss_func returned {len(returned)} values; give (loss, num_tokens, dict) or (loss, dict)")
     pairs = {name: as_sum_and_count(value) for name, value in logged.items()}
     return loss, torch.as_tensor(num_tokens).detach(), pairs
 

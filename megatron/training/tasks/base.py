@@ -32,7 +32,7 @@ class Task:
         raise NotImplementedError
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
-        """Three data sets (or None); the second may be a list of named validation sets. Map-style: ``ds[i] -> dict``."""
+        """Three data sets (or None), the second also a list of validation sets. Map-style: ``ds[i] -> dict``."""
         raise NotImplementedError
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:

@@ -12,7 +12,11 @@ def run(model, batches, returned, **options):
         return chunk(next(iterator)), returned
 
     return get_forward_backward_func()(
-        forward_step_func=forward_step, data_iterator=iter(batches), model=[model], num_microbatches=len(batches), **options
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        **options,
     )
 
 
