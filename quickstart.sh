@@ -34,7 +34,7 @@ if [ "$GPUS" -gt 0 ]; then PROCESSES=$((GPUS < PROCESSES ? GPUS : PROCESSES)); f
 FLAGS=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
     --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --attention-dropout 0 --hidden-dropout 0
-    --micro-batch-size 8 --global-batch-size 16 --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine
+    --micro-batch-size 8 --global-batch-size 16 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
     --train-iters "$ITERS" --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0
     --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$OUT/tokenizer"
     --data-path "$OUT/corpus_text_document" --split 95,4,1 --num-workers 0
