@@ -17,7 +17,7 @@ def test_the_example_script_trains_like_the_suites_own(gloo_pool, tmp_path):
     flags = ["--data-path", str(dataset), "--split", "80,10,10", "--hidden-dropout", "0", "--attention-dropout", "0"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     script = ["examples/pretrain_custom_gpt.py", "--label_smoothing=0", "--save", str(tmp_path / "classic")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         launcher + script + MODEL_FLAGS + flags, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )  # fmt: skip

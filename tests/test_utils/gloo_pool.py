@@ -22,6 +22,7 @@ class WorkerError(AssertionError):
 
 
 def _serve(connection) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks train on the CPU, whatever the machine has
     import torch
     import torch.distributed as dist
 
