@@ -27,10 +27,13 @@ sys.exit(0 if (major, minor) >= (2, 11) else 1)
 PY
 }
 
-build_extension() {  # the C++ index builders; the numpy twin serves where there is no compiler
-    "$PYTHON" -c "import megatron.data.helpers_cpp" 2>/dev/null && return
-    "$PYTHON" setup.py --quiet build_ext --inplace >build_ext.log 2>&1 && rm -f build_ext.log && return
-    echo "note: the C++ index builders were not built (see build_ext.log); the numpy ones give the same bytes"
+has_extension() { "$PYTHON" -c "import megatron.data.helpers_cpp" 2>/dev/null; }
+
+build_extension() {  # the C++ index builders; the numpy twin serves where there is no compiler or no pybind11
+    has_extension && return
+    "$PYTHON" setup.py --quiet build_ext --inplace >build_ext.log 2>&1 || true
+    if has_extension; then rm -f build_ext.log; return; fi
+    echo "note: no C++ index builders (compiler or pybind11 missing, see build_ext.log); numpy gives the same bytes"
 }
 
 use_environment() {
