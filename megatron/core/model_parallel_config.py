@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron.core.cli import flag
+from megatron.core.cli import derived, flag
 
 if TYPE_CHECKING:
     import torch
@@ -78,15 +78,21 @@ class PrecisionConfig:
     bf16: bool = False
     """Compute in bfloat16; the optimizer keeps float32 weights and gradients accumulate in float32."""
 
+    fp64: bool = derived(False)
+    """Parameters, activations and gradients in float64. No flag: comparisons of layouts set it, to tell a wrong result
+    from rounding."""
+
     deterministic_mode: bool = False
     """Only kernels that give the same bits every time; slower. Excludes --cross-entropy-loss-fusion and
     --tp-comm-overlap."""
 
 
-def dtype_of(*, fp16: bool, bf16: bool) -> torch.dtype:
+def dtype_of(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:
     """The parameters' torch dtype under these flags; imports torch."""
     import torch
 
+    if fp64:
+        return torch.float64
     if fp16:
         return torch.float16
     return torch.bfloat16 if bf16 else torch.float32
@@ -107,6 +113,6 @@ class ModelParallelConfig(ParallelismConfig, PrecisionConfig):
 
     def __post_init__(self) -> None:
         if self.params_dtype is None:
-            self.params_dtype = dtype_of(fp16=self.fp16, bf16=self.bf16)
+            self.params_dtype = dtype_of(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
         if self.pipeline_dtype is None:
             self.pipeline_dtype = self.params_dtype

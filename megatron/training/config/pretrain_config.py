@@ -109,7 +109,7 @@ class PretrainConfig(
     @property
     def params_dtype(self) -> torch.dtype:
         """torch dtype of the parameters; imports torch."""
-        return dtype_of(fp16=self.fp16, bf16=self.bf16)
+        return dtype_of(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.__dict__.get("resolved"):

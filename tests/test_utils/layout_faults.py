@@ -1,0 +1,1 @@
+"""Planted bugs: each a context manager that breaks one thing on every rank while a layout runs."""

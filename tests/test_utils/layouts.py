@@ -1,0 +1,128 @@
+"""Runs a layout of a tiny GPT on the gloo pool and compares it with one rank (``megatron/training/layout_trace.py``).
+
+Everything of a layout happens inside one task of the pool: build, train, compare. The one-rank reference of each model
+is computed once per session and kept in a file, which the workers load once.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import tempfile
+from pathlib import Path
+
+VOCAB_SIZE = 61  # not divisible by anything
+STEPS = 10
+
+MODEL = [
+    "--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
+    "--max-position-embeddings", "32", "--global-batch-size", "8", "--train-iters", "100", "--eval-iters", "0",
+    "--num-workers", "0", "--lr", "1e-2", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3",
+    "--weight-decay", "0.1", "--make-vocab-size-divisible-by", "8", "--adam-eps", "1e-5",
+]  # fmt: skip
+"""eps: an entry of the gradient that is zero in exact arithmetic (the bias of keys) is rounding noise, which Adam
+with a smaller eps would blow up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One row of the table: a model (flags that change the numbers) and a layout (flags that must not)."""
+
+    model: str
+    """Flags of the model, optimizer and data."""
+    layout: str
+    """Flags of the layout."""
+    world_size: int
+    precision: str = "fp64"
+    steps: int = STEPS
+
+    @property
+    def argv(self):
+        return [*MODEL, *self.model.split(), *self.layout.split()]
+
+    @property
+    def reference(self):
+        """The same on one rank, the whole batch in one micro-batch."""
+        return dataclasses.replace(self, layout="--micro-batch-size 8", world_size=1)
+
+
+def configure(argv, world_size, precision):
+    """The resolved settings of a row."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    cfg = parse_args(argv, needs_data=False)
+    return validate_args(dataclasses.replace(cfg, fp64=precision == "fp64"), world_size)
+
+
+@contextlib.contextmanager
+def running(row, world_size):
+    """The traces of a row, on this rank of the pool."""
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.layout_trace import trace, with_synthetic_data
+    from megatron.training.tasks.gpt import GPTTask
+
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    cfg = configure(row.argv, world_size, row.precision)
+    yield trace(cfg, with_synthetic_data(GPTTask, VOCAB_SIZE), initialize_megatron(cfg), row.steps)
+
+
+def write_reference(rank, world_size, row, path):
+    """A task of the pool: trains on one rank and keeps everything."""
+    import torch
+
+    from megatron.training.layout_trace import make_reference
+
+    with running(row, world_size) as traces:
+        reference = make_reference(traces)
+    torch.save([dataclasses.asdict(step) for step in reference], path)
+
+
+@functools.lru_cache(maxsize=64)
+def read_reference(path):
+    """The reference of a file; workers keep it."""
+    import torch
+
+    from megatron.training.layout_trace import ReferenceStep
+
+    return [ReferenceStep(**step) for step in torch.load(path, weights_only=True)]
+
+
+def compare_with_reference(rank, world_size, row, path, fault=None):
+    """A task of the pool: trains on this layout, under a planted ``fault``; this rank's report of every step."""
+    from megatron.training.layout_trace import compare
+    from tests.test_utils import layout_faults
+
+    planted = contextlib.nullcontext() if fault is None else getattr(layout_faults, fault)(rank)
+    with planted, running(row, world_size) as traces:
+        return [compare(one, expected) for one, expected in zip(traces, read_reference(path))]
+
+
+class Matrix:
+    """Layouts against their references."""
+
+    def __init__(self, pool):
+        self.pool = pool
+        self.folder = tempfile.TemporaryDirectory(prefix="layouts")
+        self.paths = {}
+
+    def reference_of(self, row):
+        """The file of the row's reference."""
+        reference = row.reference
+        key = hashlib.sha256(repr(reference).encode()).hexdigest()[:16]
+        if key not in self.paths:
+            path = str(Path(self.folder.name) / f"{key}.pt")
+            self.pool.run(write_reference, 1, reference, path)
+            self.paths[key] = path
+        return self.paths[key]
+
+    def verdict(self, row, fault=None):
+        """How the row compares."""
+        from megatron.training.layout_trace import TOLERANCE, judge
+
+        path = self.reference_of(row)
+        reports = self.pool.run(compare_with_reference, row.world_size, row, path, fault)
+        return judge(read_reference(path), reports, TOLERANCE[row.precision])
+
+    def close(self):
+        self.folder.cleanup()
