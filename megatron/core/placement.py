@@ -7,6 +7,9 @@ A stacked weight declares the *logical* shape in which every shard is a rectangl
 hidden)`` with ``tp=Shard(1)``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers and
 checkpoints expect. A padded dim declares its stored size: the global shape is the true one, and the padding, which no
 layer may let take part in its result, holds zeros and belongs to no chunk.
+
+Where a rank's share of a global tensor is no rectangle, it is several parameters, each a ``Part`` of that tensor. Keys
+and values with fewer heads than tensor-parallel ranks are such a part: several ranks hold the same head (``Nested``).
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from megatron.core import rng
 from megatron.core.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 
 __all__ = [
-    "Chunk", "Init", "Normal", "Ones", "ParameterSpec", "Partial", "Replicate", "Shard", "XavierUniform", "Zeros",
-    "initialize_parameters", "local_chunk", "named_specs", "parameter", "unique_parameter_count",
+    "Chunk", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate", "Shard",
+    "XavierUniform", "Zeros", "global_name", "initialize_parameters", "is_counted_here", "local_chunk", "named_specs",
+    "parameter", "unique_parameter_count",
 ]  # fmt: skip
 
 
@@ -55,26 +59,50 @@ Init = Zeros | Ones | Normal | XavierUniform
 
 
 @dataclass(frozen=True)
+class Nested:
+    """An axis seen as a grid, rank = outer rank * inner_size + inner rank, with a placement for each of the two."""
+
+    outer: Placement
+    inner: Placement
+    inner_size: int
+
+
+class Part(NamedTuple):
+    """The rectangle of a global tensor that one of several sibling parameters holds (all ranks together)."""
+
+    shape: tuple[int, ...]
+    """Logical shape of the whole tensor."""
+    leaf: str
+    """Last component of the global name: that of the sibling which gives the tensor its name."""
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ParameterSpec:
     """What a parameter is, independent of the rank that holds a part of it."""
 
     shape: tuple[int, ...]
     """Logical global shape, without padding."""
     init: Init
-    mesh: Mapping[str, Placement] = field(default_factory=dict)
+    mesh: Mapping[str, Placement | Nested] = field(default_factory=dict)
     """Axis of ``ProcessGroups`` -> Shard(logical dim); axes not named replicate."""
     grad: Mapping[str, Placement] = field(default_factory=dict)
-    """Axis -> Partial() where each rank's gradient is a partial sum over that axis."""
+    """Axis -> Partial() where each rank's gradient is a partial sum: the ranks of the axis that hold the same elements
+    add theirs up."""
     ndim: int = 2
     """Dims of the nn.Parameter: leading logical dims are folded into its first."""
     stored: tuple[int, ...] = ()
-    """Logical shape with padding; equal to ``shape`` without any."""
+    """Logical shape with padding; equal to ``shape`` without any. Of a part: its lengths."""
+    part: Part | None = None
+    """Which rectangle of the global tensor it is, where it is not the whole one."""
     tied_to: str | None = None
     """Global name of the parameter of which this one is a copy on another pipeline stage."""
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        """True elements, over all ranks."""
+        return math.prod(self.shape if self.part is None else self.part.lengths)
 
 
 class Chunk(NamedTuple):
@@ -85,10 +113,10 @@ class Chunk(NamedTuple):
 
 
 def parameter(
-    shape: tuple[int, ...],
+    shape: tuple[int, ...] | Part,
     *,
     init: Init,
-    tp: Placement | None = None,
+    tp: Placement | Nested | None = None,
     partial: tuple[str, ...] = (),
     ndim: int | None = None,
     stored: tuple[int, ...] | None = None,
@@ -97,15 +125,18 @@ def parameter(
 ) -> nn.Parameter:
     """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
 
-    ``shape`` is the logical global shape, ``tp`` its placement over the tensor-parallel axis, ``partial`` the axes over
-    which gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape with padding. It stands on
-    torch's default device, which ``with torch.device(...)`` sets.
+    ``shape`` is the logical global shape (or a ``Part`` of one), ``tp`` its placement over the tensor-parallel axis,
+    ``partial`` the axes over which gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape
+    with padding. It stands on torch's default device, which ``with torch.device(...)`` sets.
     """
-    stored = shape if stored is None else stored
-    mesh = {} if tp is None or not isinstance(tp, Shard) else {"tp": tp}
+    part = shape if isinstance(shape, Part) else None
+    whole = shape if part is None else part.shape
+    assert isinstance(whole, tuple) and (part is None or stored is None)
+    stored = stored or (whole if part is None else part.lengths)
+    mesh: dict[str, Placement | Nested] = {} if tp is None or isinstance(tp, Replicate) else {"tp": tp}
     grad = dict.fromkeys(partial, Partial())
-    spec = ParameterSpec(shape, init, mesh, grad, len(shape) if ndim is None else ndim, stored)
-    _, lengths = _stored_rectangle(spec, groups or SINGLE_PROCESS)
+    spec = ParameterSpec(whole, init, mesh, grad, len(whole) if ndim is None else ndim, stored, part)
+    _, lengths = stored_rectangle(spec, groups or SINGLE_PROCESS)
     folded = len(lengths) - spec.ndim + 1
     local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype)
     if isinstance(init, Ones):
@@ -115,28 +146,79 @@ def parameter(
     return result
 
 
-def _stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[int], list[int]]:
+def _splits(placement: Placement | Nested, group: Group) -> Iterator[tuple[int, int, int]]:
+    """(logical dim, pieces, this rank's piece) of each cut that a placement over an axis makes."""
+    if isinstance(placement, Shard):
+        yield placement.dim, group.size, group.rank
+    elif isinstance(placement, Nested):
+        outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
+        for term, size, rank in (
+            (placement.outer, group.size // placement.inner_size, outer_rank),
+            (placement.inner, placement.inner_size, inner_rank),
+        ):
+            if isinstance(term, Shard):
+                yield term.dim, size, rank
+
+
+def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[int], list[int]]:
     """Offsets and lengths of this rank's shard, padding included, in the logical stored tensor."""
-    offsets, lengths = [0] * len(spec.stored), list(spec.stored)
+    lengths = list(spec.stored)
+    offsets = [0] * len(lengths) if spec.part is None else list(spec.part.offsets)
     for axis, placement in spec.mesh.items():
-        if not isinstance(placement, Shard):
-            continue
-        group: Group = getattr(groups, axis)
-        if lengths[placement.dim] % group.size:
-            raise ValueError(
-                f"dim {placement.dim} of size {lengths[placement.dim]} of a parameter with global shape {spec.shape} "
-                f"is not "
-                f"divisible by the {axis} size {group.size}"
-            )
-        lengths[placement.dim] //= group.size
-        offsets[placement.dim] += group.rank * lengths[placement.dim]
+        for dim, pieces, index in _splits(placement, getattr(groups, axis)):
+            if lengths[dim] % pieces:
+                raise ValueError(
+                    f"dim {dim} of size {lengths[dim]} of a parameter with global shape {spec.shape} is not divisible "
+                    f"by the {axis} size {pieces}"
+                )
+            lengths[dim] //= pieces
+            offsets[dim] += index * lengths[dim]
     return offsets, lengths
+
+
+def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, int]:
+    """(which shard this rank holds, how many different ones there are) over the ranks of an axis."""
+    placement = spec.mesh.get(axis)
+    index, count = 0, 1
+    for _, pieces, piece in _splits(placement, group) if placement is not None else ():
+        index, count = index * pieces + piece, count * pieces
+    return index, count
+
+
+def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups, axes: tuple[str, ...] = ("tp",)) -> bool:
+    """Whether this rank contributes its shard to a sum over ``axes`` that is to see every element once.
+
+    Of ranks that hold the same elements the first one does. None stands for a parameter without a spec, a replicated
+    one; copies of tied parameters never count.
+    """
+    if spec is None:
+        return all(getattr(groups, axis).rank == 0 for axis in axes)
+    return spec.tied_to is None and all(_is_first_holder(spec, axis, getattr(groups, axis)) for axis in axes)
+
+
+def _is_first_holder(spec: ParameterSpec, axis: str, group: Group) -> bool:
+    placement = spec.mesh.get(axis)
+    if isinstance(placement, Nested):
+        outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
+        return (isinstance(placement.outer, Shard) or outer_rank == 0) and (
+            isinstance(placement.inner, Shard) or inner_rank == 0
+        )
+    return isinstance(placement, Shard) or group.rank == 0
+
+
+def global_name(name: str, spec: ParameterSpec | None) -> str:
+    """The global tensor that the parameter called ``name`` is, or is a part or a tied copy of."""
+    if spec is None:
+        return name
+    if spec.part is not None:
+        name = ".".join((*name.split(".")[:-1], spec.part.leaf))
+    return spec.tied_to or name
 
 
 def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
     """The rectangle of the true global tensor that this rank holds (the leading part of its shard along padded
     dims)."""
-    offsets, lengths = _stored_rectangle(spec, groups)
+    offsets, lengths = stored_rectangle(spec, groups)
     lengths = [max(0, min(length, total - offset)) for offset, length, total in zip(offsets, lengths, spec.shape)]
     offsets = [min(offset, total) for offset, total in zip(offsets, spec.shape)]
     return Chunk(tuple(offsets), tuple(lengths))
@@ -145,7 +227,7 @@ def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
 def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
     """The part of a local tensor (parameter, gradient or moment) that ``local_chunk`` describes, in its logical
     shape."""
-    _, stored = _stored_rectangle(spec, groups)
+    _, stored = stored_rectangle(spec, groups)
     view = param.detach().view(stored)
     for dim, length in enumerate(local_chunk(spec, groups).lengths):
         view = view.narrow(dim, 0, length)
@@ -181,7 +263,7 @@ def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups | N
     for name, param in model.named_parameters():
         spec: ParameterSpec | None = getattr(param, "spec", None)
         if spec is not None:
-            fill_parameter(param, spec, spec.tied_to or name, seed, groups or SINGLE_PROCESS)
+            fill_parameter(param, spec, global_name(name, spec), seed, groups or SINGLE_PROCESS)
 
 
 def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:

@@ -103,6 +103,9 @@ def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     for name in ("transformer_impl", "distributed_backend", "split"):
         if name not in cfg.explicit and getattr(cfg, name) != getattr(resolved, name):
             logger.info("%s: %s (chosen, as it was not given)", name, getattr(resolved, name))
+    for name in ("sequence_parallel", "tp_comm_overlap"):
+        if getattr(cfg, name) and not getattr(resolved, name):
+            logger.info("%s: off, as --tensor-model-parallel-size is 1", name)
     return resolved
 
 

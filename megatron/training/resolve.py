@@ -48,6 +48,8 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
         values["distributed_backend"] = "nccl" if gpus else "gloo"
     if cfg.recompute_activations and cfg.recompute_granularity is None:
         values["recompute_granularity"] = "selective"
+    if cfg.tensor_model_parallel_size == 1:  # scripts set their flags once and vary the size: nothing to split
+        values.update(sequence_parallel=False, tp_comm_overlap=False)
     if not cfg.profile_ranks:
         values["profile_ranks"] = [0]
     return values

@@ -1,4 +1,4 @@
-"""Rules about the model, its precision and its layout over ranks."""
+"""Rules about the model and its precision. How it is split over ranks: ``rules_layout.py``."""
 
 from __future__ import annotations
 
@@ -47,9 +47,6 @@ def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "num_query_groups", "counts only with --group-query-attention", "add that flag")
     if heads % groups:
         yield problem(cfg, "num_query_groups", f"does not divide --num-attention-heads {heads}")
-    tp = cfg.tensor_model_parallel_size
-    if tp > 1 and groups % tp and tp % groups:
-        yield problem(cfg, "num_query_groups", f"neither divides nor is divided by --tensor-model-parallel-size {tp}")
 
 
 def positions_cover_the_sequence(cfg: PretrainConfig) -> Problems:
@@ -145,31 +142,6 @@ def determinism_excludes_what_cannot_be(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "has no deterministic form", "leave it or --deterministic-mode out")
 
 
-def ranks_fill_whole_replicas(cfg: PretrainConfig) -> Problems:
-    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
-    if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
-        reason = f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} ranks per replica do not divide the world size"
-        yield Problem("world size", reason, cfg.world_size, "start a multiple of that many ranks")
-
-
-def tensor_parallel_ranks_get_whole_heads(cfg: PretrainConfig) -> Problems:
-    tp = cfg.tensor_model_parallel_size
-    for field in ("num_attention_heads", "ffn_hidden_size"):
-        value = getattr(cfg, field)
-        if value and tp > 1 and value % tp:
-            yield problem(cfg, field, f"is not a multiple of --tensor-model-parallel-size {tp}")
-
-
-def sequence_parallel_needs_tensor_parallel(cfg: PretrainConfig) -> Problems:
-    if cfg.sequence_parallel and cfg.tensor_model_parallel_size == 1:
-        yield problem(cfg, "sequence_parallel", "needs --tensor-model-parallel-size > 1", "leave it out")
-    if cfg.sequence_parallel and cfg.seq_length and cfg.seq_length % max(cfg.tensor_model_parallel_size, 1):
-        tp = cfg.tensor_model_parallel_size
-        yield problem(cfg, "seq_length", f"is not a multiple of --tensor-model-parallel-size {tp}")
-    if cfg.tp_comm_overlap and not cfg.sequence_parallel:
-        yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel")
-
-
 def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
     cp = cfg.context_parallel_size
     if cp > 1 and cfg.seq_length and cfg.seq_length % (2 * cp):
@@ -211,16 +183,6 @@ def latent_attention_excludes_groups(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "group_query_attention", "contradicts --multi-latent-attention", "choose one")
 
 
-def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
-    granularity = cfg.recompute_granularity
-    for field in ("recompute_method", "recompute_num_layers"):
-        given = getattr(cfg, field) is not None
-        if granularity == "full" and not given:
-            yield missing(field, "is required by --recompute-granularity full")
-        if granularity != "full" and given:
-            yield problem(cfg, field, "counts only with --recompute-granularity full")
-
-
 RULES: tuple[Rule, ...] = (
     architecture_is_given,
     sizes_are_positive,
@@ -239,12 +201,8 @@ RULES: tuple[Rule, ...] = (
     loss_scaling_is_for_fp16,
     gradients_reduce_in_one_format,
     determinism_excludes_what_cannot_be,
-    ranks_fill_whole_replicas,
-    tensor_parallel_ranks_get_whole_heads,
-    sequence_parallel_needs_tensor_parallel,
     context_parallel_ranks_get_two_chunks,
     stages_get_whole_layers,
     experts_fit_the_layout,
     latent_attention_excludes_groups,
-    recomputation_is_complete,
 )

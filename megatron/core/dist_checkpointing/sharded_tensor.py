@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.placement import ParameterSpec, local_chunk, local_view
+from megatron.core.placement import ParameterSpec, global_name, local_chunk, local_view
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
 DTYPES: dict[str, torch.dtype] = {
@@ -65,7 +65,8 @@ def module_tensors(
 ) -> dict[str, ShardedTensor]:
     """Parameters, by placement, and persistent buffers (replicated) of ``module`` under ``prefix`` + global name.
 
-    The copy of a tied parameter goes by the name of the one it copies.
+    The copy of a tied parameter goes by the name of the one it copies; parts of one tensor share its name, under keys of
+    their own.
     """
     specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
     tensors: dict[str, ShardedTensor] = {}
@@ -73,8 +74,7 @@ def module_tensors(
         if not isinstance(value, Tensor):
             continue
         spec = specs.get(name, getattr(value, "spec", None))
-        name = prefix + ((spec.tied_to if spec is not None else None) or name)
-        tensors[name] = from_spec(name, value, spec, groups)
+        tensors[prefix + _key(name, spec)] = from_spec(prefix + global_name(name, spec), value, spec, groups)
     return tensors
 
 
@@ -86,6 +86,10 @@ def tensors_like(
     result = {}
     for name, tensor in tensors.items():
         spec = getattr(parameters[name], "spec", None)
-        global_name = prefix + ((spec.tied_to if spec is not None else None) or name)
-        result[global_name] = from_spec(global_name, tensor, spec, groups)
+        result[prefix + _key(name, spec)] = from_spec(prefix + global_name(name, spec), tensor, spec, groups)
     return result
+
+
+def _key(name: str, spec: ParameterSpec | None) -> str:
+    """The global name, but each part of a tensor has its own."""
+    return name if spec is not None and spec.part is not None else global_name(name, spec)

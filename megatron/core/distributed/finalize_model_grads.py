@@ -9,14 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core import parallel_state
 from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.partial_gradients import sum_partial_gradients
+from megatron.core.process_groups import ProcessGroups
 
 
 def finalize_model_grads(
     model_chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
-    **unused: Any,
+    groups: ProcessGroups | None = None, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
-    """Sum gradients over the data-parallel ranks and normalise them.
+    """Sum gradients over the data-parallel ranks, complete partial ones, and normalise them.
 
     Backward ran on ``sum(token losses) / expected_tokens``, a constant that keeps magnitudes near 1; the gradients of
     the mean over valid tokens are those times ``expected_tokens / num_tokens``.
@@ -25,12 +28,14 @@ def finalize_model_grads(
         model_chunks: of this rank.
         num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device; None leaves the sums.
         expected_tokens: the constant that the micro-batch losses were divided by.
+        groups: this rank's process groups; None takes those of ``parallel_state``.
 
     Returns:
         Valid tokens of the global batch (fp64 scalar), or None. A batch with none leaves zero gradients.
     """
     for chunk in model_chunks:
         chunk.finish_grad_sync()
+    sum_partial_gradients(model_chunks, groups or parallel_state.get_process_groups())
     if num_tokens is None:
         return None
     total = num_tokens.detach().to(torch.float64).clone()

@@ -12,17 +12,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
+from megatron.core import placement
 from megatron.core.process_groups import ProcessGroups
 
 
 def is_counted_here(parameter: nn.Parameter, groups: ProcessGroups) -> bool:
     """Whether this rank contributes ``parameter`` (or its shard of it) to a sum over the model."""
-    spec = getattr(parameter, "spec", None)  # a user's own parameter may have none: it is replicated
-    if spec is not None and spec.tied_to is not None:
-        return False
-    return groups.tp.rank == 0 or (spec is not None and isinstance(spec.mesh.get("tp"), Shard))
+    return placement.is_counted_here(getattr(parameter, "spec", None), groups)
 
 
 def sum_over_model(value: Tensor, groups: ProcessGroups) -> Tensor:

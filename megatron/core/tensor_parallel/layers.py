@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.placement import Init, Shard, Zeros, parameter
+from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -36,10 +37,20 @@ if TYPE_CHECKING:
 
 
 class StackedSize(NamedTuple):
-    """An output dim made of several logical dims, of which one is split: gate and up are ``((2, ffn), 1)``."""
+    """An output dim made of several logical dims, of which one is split: gate and up are ``((2, ffn), 1)``.
+
+    Of ``(blocks, rows)`` split along blocks, the last ``shared`` rows of each block may be held by several ranks: with
+    fewer blocks than ranks, the ranks of a block split its other rows and each hold all of its shared ones (query heads
+    and their key and value head).
+    """
 
     shape: tuple[int, ...]
     split_dim: int
+    shared: int = 0
+
+    def is_shared_over(self, num_ranks: int) -> bool:
+        """Whether there are fewer blocks than ranks."""
+        return self.shared > 0 and self.shape[0] < num_ranks
 
 
 def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
@@ -50,7 +61,9 @@ class ColumnParallelLinear(nn.Module):
     """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
 
     ``output_size`` is the whole, unsplit size. Input [..., input_size] is the same on all ranks (its sequence split
-    under sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``.
+    under sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``. Of a stacked size whose
+    blocks are fewer than the ranks, the rows that several ranks hold are parameters of their own: ``shared_weight`` and
+    ``shared_bias``, parts of the global ``weight`` and ``bias``, and come last in a rank's output.
     """
 
     def __init__(
@@ -68,10 +81,13 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         groups = groups or SINGLE_PROCESS
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
-        placed = {"tp": Shard(size.split_dim), "groups": groups, "dtype": config.params_dtype}
-        self.weight = parameter((*size.shape, input_size), init=init_method, ndim=2, **placed)
-        self.bias = parameter(size.shape, init=Zeros(), ndim=1, **placed) if bias else None
+        placed = {"groups": groups, "dtype": config.params_dtype}
+        make = _shared_rows if size.is_shared_over(groups.tp.size) else _split_rows
+        self.weight, self.shared_weight = make(size, (input_size,), "weight", init=init_method, **placed)
+        self.bias, self.shared_bias = make(size, (), "bias", init=Zeros(), **placed) if bias else (None, None)
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
+        if self.shared_weight is not None and (gather_output or skip_bias_add):
+            raise ValueError("rows that several ranks hold exclude gather_output and skip_bias_add")
         self._enter = copy_to_tensor_model_parallel_region
         if _sequence_parallel(config, groups):
             self._enter = gather_from_sequence_parallel_region
@@ -79,8 +95,42 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        output = F.linear(self._enter(x, self.group), self.weight, fused_bias)
+        entered = self._enter(x, self.group)
+        output = F.linear(entered, self.weight, fused_bias)
+        if self.shared_weight is not None:
+            output = torch.cat((output, F.linear(entered, self.shared_weight, self.shared_bias)), dim=-1)
         return self._leave(output, self.group), returned_bias
+
+
+def _split_rows(
+    size: StackedSize, rest: tuple[int, ...], name: str, **placed: Any
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """One parameter, of which every rank holds its own rows."""
+    return parameter((*size.shape, *rest), tp=Shard(size.split_dim), ndim=1 + len(rest), **placed), None
+
+
+def _shared_rows(
+    size: StackedSize, rest: tuple[int, ...], name: str, *, groups: ProcessGroups, **placed: Any
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """(this rank's own rows of its block, the rows that all ranks of the block hold).
+
+    Gradients of the latter are partial sums over those ranks, each of which sees its own query heads only.
+    """
+    blocks, rows = size.shape
+    if groups.tp.size % blocks:
+        raise ValueError(
+            f"{blocks} key and value heads (num_query_groups) can be shared by a tensor_model_parallel_size that is a "
+            f"multiple of them, not by {groups.tp.size}"
+        )
+    ranks_per_block, own = groups.tp.size // blocks, rows - size.shared
+    shape, none = (*size.shape, *rest), (0,) * len(rest)
+    own_part = Part(shape, name, (0, 0, *none), (blocks, own, *rest))
+    shared_part = Part(shape, name, (0, own, *none), (blocks, size.shared, *rest))
+    common = {"ndim": 1 + len(rest), "groups": groups, **placed}
+    return (
+        parameter(own_part, tp=Nested(Shard(0), Shard(1), ranks_per_block), **common),
+        parameter(shared_part, tp=Nested(Shard(0), Replicate(), ranks_per_block), partial=("tp",), **common),
+    )
 
 
 class RowParallelLinear(nn.Module):

@@ -2,6 +2,8 @@
 
 One projection gives queries, keys and values, interleaved per query group: its rows are, group by group, the p query
 heads of the group, then its key head, then its value head. So a split by groups keeps each group's heads on one rank.
+With fewer groups than tensor-parallel ranks, the ranks of a group split its query heads and each hold its key and value
+head.
 
 Legend: s sequence, b batch, h hidden, g groups (local), p query heads per group, d head dim.
 """
@@ -60,16 +62,15 @@ class SelfAttention(nn.Module):
         groups = groups or SINGLE_PROCESS
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         assert heads is not None and kv_groups is not None and channels is not None
-        if kv_groups % groups.tp.size:
-            raise ValueError(
-                f"num_query_groups {kv_groups} is not a multiple of tensor_model_parallel_size {groups.tp.size}; "
-                "fewer groups than ranks are not supported yet"
-            )
-        self.heads_per_group, self.channels = heads // kv_groups, channels
+        heads_per_group = heads // kv_groups
+        qkv = StackedSize((kv_groups, (heads_per_group + 2) * channels), 0, shared=2 * channels)
+        shared = qkv.is_shared_over(groups.tp.size)  # then this rank has some query heads of one group
+        self.heads_per_group = heads // groups.tp.size if shared else heads_per_group
+        self.channels = channels
         self.linear_qkv = build_module(
             submodules.linear_qkv,
             config.hidden_size,
-            StackedSize((kv_groups, (self.heads_per_group + 2) * channels), 0),
+            qkv,
             config=config,
             init_method=weight_init(config),
             bias=config.add_bias_linear or config.add_qkv_bias,

@@ -36,12 +36,11 @@ def _each(what: str, names: str) -> dict[str, NotYet]:
 _BERT_T5 = "the BERT and T5 models are"
 
 NOT_YET: dict[str, NotYet] = {
-    "tensor_model_parallel_size": _beyond_one("tensor parallelism is"),
     "pipeline_model_parallel_size": _beyond_one("pipeline parallelism is"),
     "context_parallel_size": _beyond_one("context parallelism is"),
     "expert_model_parallel_size": _beyond_one("expert parallelism is"),
     "expert_tensor_parallel_size": _beyond_one("expert parallelism is"),
-    **_each("tensor parallelism is", "sequence_parallel tp_comm_overlap tp_comm_overlap_cfg"),
+    **_each("overlapping tensor-parallel communication is", "tp_comm_overlap tp_comm_overlap_cfg"),
     **_each("context parallelism is", "hierarchical_context_parallel_sizes cp_comm_type"),
     **_each("expert parallelism is", "overlap_moe_expert_parallel_comm"),
     **_each(
@@ -51,8 +50,7 @@ NOT_YET: dict[str, NotYet] = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
     ),
     **_each(
-        "sharding the optimizer over data-parallel ranks is",
-        "use_distributed_optimizer num_distributed_optimizer_instances overlap_param_gather "
+        "choosing the optimizer's precision is",
         "overlap_param_gather_with_optimizer_step use_precision_aware_optimizer main_grads_dtype main_params_dtype "
         "exp_avg_dtype exp_avg_sq_dtype",
     ),
@@ -61,7 +59,6 @@ NOT_YET: dict[str, NotYet] = {
         "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
         "overlap_cpu_optimizer_d2h_h2d",
     ),
-    **_each("choosing the number of gradient buckets instead of their size is", "ddp_num_buckets"),
     **_each("cross entropy in float16 is", "fp16_lm_cross_entropy"),
     **_each("a second time limit is", "distributed_timeout_seconds_after_init"),
     **_each(
@@ -132,9 +129,8 @@ NO_EFFECT: dict[str, str] = {
     "auto_detect_ckpt_format": "the format of what is loaded is always detected",
     "use_mp_args_from_checkpoint_args": "checkpoints do not depend on the layout",
     "ddp_average_in_collective": "gradients are sums, scaled once",
-    "ddp_pad_buckets_for_high_nccl_busbw": "only speed could change",
-    "align_grad_reduce": "there are no pipeline stages to align",
-    "align_param_gather": "there are no pipeline stages to align",
+    "align_grad_reduce": "every stage reduces a bucket as soon as it is complete",
+    "align_param_gather": "every stage gathers its weights as soon as they are updated",
     "enable_gloo_process_groups": "gloo groups are made only where they are used",
     "overlap_p2p_comm": "there are no pipeline stages",
     "padded_vocab_size": "the model pads by itself, and padding is inert",

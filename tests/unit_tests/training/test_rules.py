@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.training import rules_data, rules_model, rules_training
+from megatron.training import rules_data, rules_layout, rules_model, rules_training
 from megatron.training.arguments import parse_args
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
@@ -176,7 +176,10 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
     [
         ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4: is not a multiple"),
         ("--tensor-model-parallel-size 2", 3, "world size 3: TP 2 x PP 1 x CP 1 = 2 ranks"),
-        ("--sequence-parallel", 1, "--sequence-parallel: needs --tensor-model-parallel-size > 1"),
+        ("--tensor-model-parallel-size 3", 3, "--ffn-hidden-size"),
+        ("--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 3 --num-attention-heads 12", 4,
+         "--num-query-groups 3: neither divides nor is divided by --tensor-model-parallel-size 4; nearest: 4, or a"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "--seq-length 31: is not a multiple"),
         ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, "--tp-comm-overlap: needs --sequence-parallel"),
         ("--context-parallel-size 3", 3, "--seq-length 32: is not a multiple of 2 x --context-parallel-size 3"),
         ("--pipeline-model-parallel-size 3", 3, "--num-layers 2: is not a multiple of --pipeline-model-parallel-size"),
@@ -196,7 +199,7 @@ def test_layout_contradiction_is_named(text, world_size, problem):
 @pytest.mark.parametrize(
     "text",
     [
-        "--tensor-model-parallel-size 2", "--use-distributed-optimizer", "--recompute-activations",
+        "--use-distributed-optimizer", "--recompute-activations",
         "--fp8-format hybrid", "--num-experts 4", "--transformer-impl transformer_engine", "--async-save",
         "--ckpt-format torch",
         "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-torch-fsdp2",
@@ -218,10 +221,14 @@ def test_nearest_sizes_count_the_data_parallel_ranks():
     assert problems("--global-batch-size 1")[0].endswith("= 2; smallest valid size: 2")
 
 
+def test_sequence_parallel_counts_for_nothing_on_one_tensor_parallel_rank():
+    assert problems("--sequence-parallel --tp-comm-overlap") == []
+
+
 def test_lowered_batches_need_not_divide():
     assert problems("--global-batch-size 3 --decrease-batch-size-if-needed") == []
 
 
 def test_rules_have_names_and_run_once():
-    rules = [*rules_model.RULES, *rules_training.RULES, *rules_data.RULES]
+    rules = [*rules_model.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_data.RULES]
     assert len({rule.__name__ for rule in rules}) == len(rules) > 40

@@ -1,0 +1,53 @@
+"""Whole runs with tensor parallelism: the losses, gradient norms and checkpoints of one rank."""
+
+import numpy as np
+import pytest
+
+from tests.test_utils.gpt_runs import losses, read_records, train, write_dataset
+
+LAYOUTS = {
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "tp2-sp-dp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "tp4-shared-kv-heads": (4, ["--tensor-model-parallel-size", "4", "--sequence-parallel"]),
+    "sp-dropped": (1, ["--sequence-parallel"]),
+}
+MODEL = [
+    "--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm", "--qk-layernorm",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
+
+
+def run(gloo_pool, dataset, folder, world_size, flags):
+    argv = MODEL + ["--data-path", str(dataset), "--split", "80,10,10", "--save", str(folder)]
+    assert gloo_pool.run(train, world_size, argv + ["--eval-interval", "4", *flags]) == [0] * world_size
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_rank(gloo_pool, dataset, tmp_path_factory):
+    return run(gloo_pool, dataset, tmp_path_factory.mktemp("runs") / "one", 1, [])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_whole_run_has_the_losses_of_one_rank(gloo_pool, dataset, one_rank, tmp_path, layout):
+    world_size, flags = LAYOUTS[layout]
+    folder = run(gloo_pool, dataset, tmp_path / layout, world_size, flags)
+    np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=2e-5)
+    records = [read_records(path / "metrics.jsonl") for path in (folder, one_rank)]
+    for key in ("lm loss", "grad_norm"):
+        mine, reference = ([record[key] for record in each if key in record] for each in records)
+        assert len(mine) == len(reference) > 4
+        np.testing.assert_allclose(mine, reference, rtol=2e-4, err_msg=key)
+
+
+def test_a_checkpoint_of_one_layout_continues_on_another(gloo_pool, dataset, one_rank, tmp_path):
+    folder = tmp_path / "run"
+    flags = ["--save-interval", "4", "--load", str(folder)]
+    for world_size, more in ((4, [*LAYOUTS["tp4-shared-kv-heads"][1], "--exit-interval", "4"]), (1, [])):
+        run(gloo_pool, dataset, folder, world_size, flags + more)
+    np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=2e-5)
