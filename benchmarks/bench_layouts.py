@@ -125,7 +125,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             "seconds_per_iteration": statistics.median(record["seconds_per_iteration"] for record in steady),
             "tokens_per_second_per_gpu": statistics.median(r["tokens_per_second"] / r["world_size"] for r in steady),
             "tflops_per_gpu": statistics.median(record["tflops_per_device"] for record in steady),
-            "peak_memory_gb": max((r["memory"] or {}).get("max_allocated", 0) for r in timing) / 1e9,
+            "peak_memory_gb": max((r["memory"] or {}).get("mem-max-allocated-bytes", 0) for r in timing) / 1e9,
             "first_and_last_loss": [record["lm loss"] for record in (train[0], train[-1])],
             "command": " ".join(["torchrun", *command[3:]]).replace(str(ROOT) + "/", ""),
         }

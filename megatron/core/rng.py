@@ -26,8 +26,9 @@ from torch import Tensor
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
-_CHUNK_COUNTERS = 1 << 14
-"""Counters per pass: the int64 temporaries of a pass (128 KiB each) stay in a core's second-level cache."""
+_CHUNK_COUNTERS = {"cpu": 1 << 14, "cuda": 1 << 22}
+"""Counters per pass. On a CPU the int64 temporaries (128 KiB each) stay in a core's second-level cache; a GPU needs passes
+large enough that launching their kernels does not take longer than running them (32 MiB each)."""
 
 
 def key(seed: int, *parts: str | int) -> int:
@@ -118,10 +119,14 @@ def _normal_of_words(words: Tensor) -> Tensor:
     return torch.stack((first, second), dim=-1).flatten(-2)
 
 
+def _chunk_counters(device: torch.device) -> int:
+    return _CHUNK_COUNTERS.get(device.type, _CHUNK_COUNTERS["cpu"])
+
+
 def _aligned_runs(key: int, starts: Tensor, length: int, transform) -> Iterator[tuple[slice, Tensor]]:
     """Values of runs whose starts and length are multiples of four, a bounded number of runs at a time."""
     blocks_per_run = length // 4
-    runs_per_pass = max(1, _CHUNK_COUNTERS // blocks_per_run)
+    runs_per_pass = max(1, _chunk_counters(starts.device) // blocks_per_run)
     offsets = torch.arange(blocks_per_run, device=starts.device)
     for first in range(0, len(starts), runs_per_pass):
         runs = slice(first, first + runs_per_pass)
@@ -136,13 +141,14 @@ def fill_runs_(out: Tensor, key: int, starts: Tensor, distribution: str = "norma
     """
     transform = {"normal": _normal_of_words, "uniform": _uniform_of_words}[distribution]
     length = out.shape[1]
-    if len(starts) > 1 and length % 4 == 0 and bool((starts % 4 == 0).all()) and length // 4 <= _CHUNK_COUNTERS:
+    chunk = _chunk_counters(out.device)
+    if len(starts) > 1 and length % 4 == 0 and bool((starts % 4 == 0).all()) and length // 4 <= chunk:
         for runs, values in _aligned_runs(key, starts, length, transform):
             out[runs] = values
         return out
     for row, start in zip(out, starts.tolist()):
-        for done in range(0, length, 4 * _CHUNK_COUNTERS):
-            count = min(4 * _CHUNK_COUNTERS, length - done)
+        for done in range(0, length, 4 * chunk):
+            count = min(4 * chunk, length - done)
             first = start + done
             blocks = torch.arange(first >> 2, (first + count + 3) >> 2, device=out.device)
             skipped = first & 3
