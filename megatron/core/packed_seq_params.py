@@ -21,3 +21,11 @@ class PackedSeqParams:
     cu_seqlens_kv: Tensor | None = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
+    bounds: tuple[int, ...] | None = None
+    """``cu_seqlens_q`` on the host: reading it from a GPU would wait for it."""
+
+    def document_bounds(self) -> tuple[int, ...] | None:
+        """``cu_seqlens_q`` as integers, read from its device once; None without documents."""
+        if self.bounds is None and self.cu_seqlens_q is not None:
+            self.bounds = tuple(self.cu_seqlens_q.tolist())
+        return self.bounds

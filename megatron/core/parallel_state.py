@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -38,6 +39,8 @@ class _State:
     virtual_pipeline_size: int | None
     alone: Any
     """Handle of a group of this rank only: to torch.distributed, no handle means the world."""
+    virtual_pipeline_rank: int | None = None
+    """The model chunk that is being built; None outside of model building."""
 
 
 _state: _State | None = None
@@ -53,6 +56,8 @@ def initialize_model_parallel(
     expert_tensor_parallel_size: int | None = None,
     order: str = DEFAULT_ORDER,
     distributed_timeout_minutes: float = 30,
+    num_distributed_optimizer_instances: int = 1,
+    hierarchical_context_parallel_sizes: Sequence[int] | None = None,
 ) -> ProcessGroups:
     """Build the process groups of every axis and keep them for the getters of this module.
 
@@ -72,6 +77,8 @@ def initialize_model_parallel(
         ep=expert_model_parallel_size,
         etp=expert_tensor_parallel_size,
         order=order,
+        optimizer_instances=num_distributed_optimizer_instances,
+        cp_levels=_two_levels(hierarchical_context_parallel_sizes),
     )
     _start_distributed(timeout)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -83,6 +90,14 @@ def initialize_model_parallel(
     alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
     _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone)
     return groups
+
+
+def _two_levels(sizes: Sequence[int] | None) -> tuple[int, int] | None:
+    if sizes is None:
+        return None
+    if len(sizes) != 2:
+        raise ValueError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
+    return sizes[0], sizes[1]
 
 
 def _start_distributed(timeout: timedelta) -> None:
@@ -180,14 +195,30 @@ def get_virtual_pipeline_model_parallel_world_size() -> int | None:
     return _current().virtual_pipeline_size
 
 
-def is_pipeline_first_stage(ignore_virtual: bool = True) -> bool:
-    """Whether this rank holds the first stage. Model chunks of virtual stages know their own place."""
-    return _current().groups.pp.is_first
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """Which of this rank's model chunks is being built; None outside of model building."""
+    return None if _state is None else _state.virtual_pipeline_rank
 
 
-def is_pipeline_last_stage(ignore_virtual: bool = True) -> bool:
-    """Whether this rank holds the last stage. Model chunks of virtual stages know their own place."""
-    return _current().groups.pp.is_last
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    """Announces the model chunk that is built next, to model providers that do not take ``vp_stage``."""
+    global _state
+    _state = replace(_current(), virtual_pipeline_rank=rank)
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the first stage; with ``ignore_virtual`` off, in chunk ``vp_stage`` (by default, in the
+    one that is being built)."""
+    chunk = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
+    return _current().groups.pp.is_first and (ignore_virtual or not chunk)
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """Whether this rank holds the last stage; with ``ignore_virtual`` off, in chunk ``vp_stage`` (by default, in the
+    one that is being built)."""
+    chunk = get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
+    chunks = _current().virtual_pipeline_size
+    return _current().groups.pp.is_last and (ignore_virtual or chunks is None or chunk in (None, chunks - 1))
 
 
 def get_model_parallel_group() -> Any:
@@ -225,6 +256,12 @@ def get_context_parallel_world_size() -> int:
 
 def get_context_parallel_rank() -> int:
     return _current().groups.cp.rank
+
+
+def get_hierarchical_context_parallel_groups() -> list[Any]:
+    """The inner (all-to-all) and the outer (ring) group of two-level context parallelism."""
+    groups = _current().groups
+    return [_handle(groups.cp_a2a), _handle(groups.cp_p2p)]
 
 
 def get_expert_model_parallel_group() -> Any:

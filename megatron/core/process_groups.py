@@ -51,10 +51,18 @@ class ProcessGroups:
     world: Group = Group("world")
     tp: Group = Group("tp")
     cp: Group = Group("cp")
+    cp_a2a: Group = Group("cp_a2a")
+    """Inner level of two-level context parallelism: neighbours in ``cp`` that exchange heads; alone without levels."""
+    cp_p2p: Group = Group("cp_p2p")
+    """Outer level: ranks at the same place of the inner groups, which form a ring."""
     pp: Group = Group("pp")
     dp: Group = Group("dp")
     dp_cp: Group = Group("dp_cp")
     """Ranks that hold the same dense parameters: their gradients are summed over it."""
+    dp_cp_shard: Group = Group("dp_cp_shard")
+    """Ranks of ``dp_cp`` that share out one copy of the optimizer state: all of them with one instance."""
+    dp_cp_replica: Group = Group("dp_cp_replica")
+    """Ranks of ``dp_cp`` that hold the same part of the optimizer state, one of each instance."""
     tp_cp: Group = Group("tp_cp")
     tp_pp: Group = Group("tp_pp")
     """Ranks that together hold one copy of the model (Megatron-LM's model-parallel group)."""
@@ -63,6 +71,10 @@ class ProcessGroups:
     etp: Group = Group("etp")
     edp: Group = Group("edp")
     etp_ep: Group = Group("etp_ep")
+    pp_up: Group = Group("pp_up")
+    """The ranks of ``pp`` again, with a communicator of their own for messages to higher ranks."""
+    pp_down: Group = Group("pp_down")
+    """The same for messages to lower ranks."""
     embedding: Group = Group("embedding")
     """First and last pipeline stage, which share tied embeddings; one rank where this rank is on neither."""
 
@@ -73,6 +85,8 @@ _AXES = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp",
     "tp_dp_cp": "tp-dp-cp",
 }  # fmt: skip
+_LANES = ("pp_up", "pp_down")
+"""Groups that share their communicator with no other, although others have the same ranks."""
 _EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep"}
 
 
@@ -104,8 +118,23 @@ class RankGrid:
     ep: int = 1
     etp: int | None = None
     order: str = DEFAULT_ORDER
+    optimizer_instances: int = 1
+    """Copies of sharded optimizer state: ``dp_cp`` groups are cut into as many stretches."""
+
+    cp_levels: tuple[int, int] | None = None
+    """Inner and outer size of two-level context parallelism."""
 
     def __post_init__(self) -> None:
+        if self.cp_levels is not None and math.prod(self.cp_levels) != self.cp:
+            raise ValueError(
+                f"hierarchical context-parallel sizes {self.cp_levels[0]} x {self.cp_levels[1]} are not "
+                f"context-parallel size {self.cp}"
+            )
+        if self.optimizer_instances < 1 or (self.dp * self.cp) % self.optimizer_instances:
+            raise ValueError(
+                f"{self.optimizer_instances} optimizer instances do not divide the {self.dp * self.cp} ranks of data "
+                "and context parallelism"
+            )
         for axis in ("tp", "cp", "dp", "pp", "ep"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis} size is {getattr(self, axis)}; every axis needs a size of at least 1")
@@ -166,6 +195,28 @@ class RankGrid:
         """All groups of expert axes: ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"``, ``"pp"``."""
         return self._rank_lists(self.expert_sizes, axes)
 
+    def optimizer_shard_rank_lists(self) -> list[list[int]]:
+        """Stretches of the ``dp_cp`` groups, one per optimizer instance."""
+        size = self.dp * self.cp // self.optimizer_instances
+        return [ranks[i : i + size] for ranks in self.rank_lists("dp-cp") for i in range(0, len(ranks), size)]
+
+    def optimizer_replica_rank_lists(self) -> list[list[int]]:
+        """Ranks at the same place of those stretches."""
+        size = self.dp * self.cp // self.optimizer_instances
+        return [ranks[i::size] for ranks in self.rank_lists("dp-cp") for i in range(size)]
+
+    def inner_context_rank_lists(self) -> list[list[int]]:
+        """Stretches of the ``cp`` groups, one for each place in the outer level."""
+        size = self.cp_levels[0] if self.cp_levels else 1
+        return [ranks[i : i + size] for ranks in self.rank_lists("cp") for i in range(0, len(ranks), size)]
+
+    def outer_context_rank_lists(self) -> list[list[int]]:
+        """Ranks at the same place of those stretches; every rank alone without levels."""
+        if self.cp_levels is None:
+            return [[rank] for rank in range(self.world_size)]
+        size = self.cp_levels[0]
+        return [ranks[i::size] for ranks in self.rank_lists("cp") for i in range(size)]
+
     def embedding_rank_lists(self) -> list[list[int]]:
         """Per pipeline: its first and last rank, then its middle ranks one by one."""
         lists = []
@@ -179,6 +230,10 @@ class RankGrid:
         lists = {"world": [list(range(self.world_size))]}
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
+        lists |= {"dp_cp_shard": self.optimizer_shard_rank_lists()}
+        lists |= {"dp_cp_replica": self.optimizer_replica_rank_lists()}
+        lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
+        lists |= {"cp_a2a": self.inner_context_rank_lists(), "cp_p2p": self.outer_context_rank_lists()}
         return lists | {"embedding": self.embedding_rank_lists()}
 
 
@@ -189,15 +244,15 @@ def build_process_groups(
 
     ``new_group(name, rank_lists)`` is called once per distinct partition with groups of two ranks or more, in the same
     order on all ranks, and returns (handle, host handle) of this rank's group. Axes with equal partitions share
-    handles.
+    handles, pipeline lanes excepted.
     """
-    handles: dict[tuple[tuple[int, ...], ...], tuple[Any, Any]] = {}
+    handles: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Any, Any]] = {}
     built: dict[str, Group] = {}
     for axis_field in fields(ProcessGroups):
         name = axis_field.name
         lists = grid.all_rank_lists()[name]
         ranks = next(group for group in lists if rank in group)
-        partition = tuple(map(tuple, lists))
+        partition = (name if name in _LANES else "", tuple(map(tuple, lists)))
         if any(len(group) > 1 for group in lists) and partition not in handles:
             handles[partition] = new_group(name, [group for group in lists if len(group) > 1])
         handle, host_handle = handles[partition] if len(ranks) > 1 else (None, None)

@@ -20,11 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention_masks import document_mask, hidden_mask
 from megatron.core.transformer.attention_window import Window, layer_window
+from megatron.core.transformer.context_parallel_attention import make_context_parallel_attention
 from megatron.core.transformer.dropout import AttentionDropout, DropoutCoordinates, NoDropout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -213,11 +215,21 @@ def make_core_attention(
     layer_number: int,
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     groups: ProcessGroups | None = None,
-) -> CoreAttention:
+) -> nn.Module:
     """The core that the configuration asks for: unfused for ``unfused``/``local`` or with attention dropout, else
-    SDPA."""
-    if config.context_parallel_size > 1:
-        raise ValueError("context_parallel_size > 1: this attention core needs whole sequences")
+    SDPA; where ranks share sequences, a form of context parallelism."""
+    groups = groups or SINGLE_PROCESS
+    if config.context_parallel_size != groups.cp.size:
+        raise ValueError(
+            f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} ranks; "
+            "pass the same size to initialize_model_parallel(context_parallel_size=...)"
+        )
     unfused = config.attention_backend in ("unfused", "local") or config.attention_dropout > 0
-    core = UnfusedAttention if unfused else SDPAttention
-    return core(config, layer_number, attn_mask_type, groups)
+    core = (UnfusedAttention if unfused else SDPAttention)(config, layer_number, attn_mask_type, groups)
+    if groups.cp.size == 1:
+        return core
+    visibility = Visibility(core.causal, core.window)
+    whole_sequence_core = None if unfused else core
+    return make_context_parallel_attention(
+        config, layer_number, visibility, core.softmax_scale, groups, whole_sequence_core
+    )

@@ -1,0 +1,180 @@
+"""The forms of context-parallel attention: how ranks that share a sequence let queries meet all keys.
+
+``RingAttention``       keys and values travel round while each rank attends to the block it holds (Liu et al. 2023)
+``AllGatherAttention``  every rank gathers all keys and values, again in backward, and keeps only its own
+``AllToAllAttention``   heads are exchanged for sequence: each rank has whole sequences of some heads (Jacobs et al.
+                        2023); inside, any attention, such as a ring over an outer group (two levels)
+
+All take and give local tensors [s, b, heads, d] in zig-zag order and store local tensors alone for backward (the third
+form: as many elements, of fewer heads and longer sequences).
+
+Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.context_parallel import zigzag
+from megatron.core.context_parallel.block_attention import BlockGradients, OnlineSoftmax, accumulator_dtype
+from megatron.core.context_parallel.exchange import gather_heads, neighbour_exchange, scatter_heads
+from megatron.core.context_parallel.kernels import BlockKernel, WeightDropout
+from megatron.core.context_parallel.tiles import Bounds, Tile, Visibility, plan_tiles
+from megatron.core.process_groups import Group
+
+Attention = Callable[..., Tensor]
+"""``(query, key, value, documents, dropout) -> out``."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one call of a form does: the tiles of each block of keys, and the means."""
+
+    group: Group
+    kernel: BlockKernel
+    dropout: WeightDropout | None
+    blocks: tuple[tuple[Tile, ...], ...]
+
+
+class _Ring(torch.autograd.Function):
+    """Forward keeps query, own keys and values, output and log-sum-exp; backward sends keys and values round again."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+        own = held = torch.stack((key, value))
+        softmax = OnlineSoftmax(query, plan.kernel, plan.dropout)
+        for step, tiles in enumerate(plan.blocks):
+            coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
+            softmax.add_block(held[0], held[1], tiles)
+            held = held if coming is None else coming.wait()
+        out = softmax.out.to(query.dtype)
+        ctx.save_for_backward(query, own, out, softmax.lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, held, out, lse = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        gradients = BlockGradients(grad, query, out, lse, plan.kernel, plan.dropout)
+        travelling = None  # the gradient of the block that is held comes from the ranks that held it before
+        for step, tiles in enumerate(plan.blocks):
+            coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
+            total = torch.zeros(held.shape, dtype=accumulator_dtype(held.dtype), device=held.device)
+            gradients.add_block(held, tiles, total)
+            if travelling is not None:
+                total += travelling.wait()
+            if len(plan.blocks) > 1:
+                travelling = neighbour_exchange(total, plan.group, tag=1)
+            held = held if coming is None else coming.wait()
+        if travelling is not None:
+            total = travelling.wait()  # back at the block's owner
+        grad_key, grad_value = total.to(query.dtype)
+        return gradients.grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+class _AllGather(torch.autograd.Function):
+    """Forward keeps query, own keys and values, output and log-sum-exp."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+        own = torch.stack((key, value))
+        everything = _gather_whole(own, plan.group)
+        softmax = OnlineSoftmax(query, plan.kernel, plan.dropout)
+        softmax.add_block(everything[0], everything[1], plan.blocks[0])
+        out = softmax.out.to(query.dtype)
+        ctx.save_for_backward(query, own, out, softmax.lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, own, out, lse = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        everything = _gather_whole(own, plan.group)
+        gradients = BlockGradients(grad, query, out, lse, plan.kernel, plan.dropout)
+        total = torch.zeros(everything.shape, dtype=accumulator_dtype(own.dtype), device=own.device)
+        gradients.add_block(everything, plan.blocks[0], total)
+        grad_key, grad_value = _sum_local(total, plan.group).to(query.dtype)
+        return gradients.grad_query.to(query.dtype), grad_key, grad_value, None
+
+
+def _gather_whole(own: Tensor, group: Group) -> Tensor:
+    """[2, s, b, g, d] of every rank -> whole sequences in natural order."""
+    if group.size == 1:
+        return own
+    parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
+    dist.all_gather_into_tensor(parts, own, group=group.handle)
+    return zigzag.whole(parts.chunk(group.size), dim=1)
+
+
+def _sum_local(total: Tensor, group: Group) -> Tensor:
+    """The sum over ranks of [2, whole s, b, g, d], this rank's tokens of it."""
+    if group.size == 1:
+        return total
+    parts = torch.cat([zigzag.local_part(total, rank, group.size) for rank in range(group.size)])
+    result = parts.new_empty((total.shape[0], *parts.shape[1:]))
+    dist.reduce_scatter_tensor(result, parts, group=group.handle)
+    return result
+
+
+class RingAttention:
+    """Keys and values go round ``group``; the transfer of the next block runs beside the computation of this one."""
+
+    def __init__(self, group: Group, visibility: Visibility, kernel: BlockKernel) -> None:
+        self.group, self.visibility, self.kernel = group, visibility, kernel
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None = None,
+        dropout: WeightDropout | None = None,
+    ) -> Tensor:  # fmt: skip
+        """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
+        size, rank = self.group.size, self.group.rank
+        length = query.shape[0] * size
+        spans = [zigzag.spans(length, (rank - step) % size, size) for step in range(size)]
+        blocks = tuple(
+            plan_tiles(spans[0], keys, self.visibility, length, documents, dropout is None) for keys in spans
+        )
+        return _Ring.apply(query, key, value, _Plan(self.group, self.kernel, dropout, blocks))
+
+
+class AllGatherAttention:
+    """All keys and values on every rank, for the time of one layer's attention."""
+
+    def __init__(self, group: Group, visibility: Visibility, kernel: BlockKernel) -> None:
+        self.group, self.visibility, self.kernel = group, visibility, kernel
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None = None,
+        dropout: WeightDropout | None = None,
+    ) -> Tensor:  # fmt: skip
+        """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
+        length = query.shape[0] * self.group.size
+        queries = zigzag.spans(length, self.group.rank, self.group.size)
+        tiles = plan_tiles(queries, ((0, length),), self.visibility, length, documents, dropout is None)
+        return _AllGather.apply(query, key, value, _Plan(self.group, self.kernel, dropout, (tiles,)))
+
+
+class AllToAllAttention:
+    """Heads for sequence over ``group``: ``inner`` sees a share of the heads and ``group.size`` times the sequence.
+
+    The heads of ``inner`` start at ``group.rank * heads / group.size`` of this rank's; with an inner ring over an outer
+    group, local sequences are in that group's zig-zag order.
+    """
+
+    def __init__(self, group: Group, inner: Attention) -> None:
+        self.group, self.inner = group, inner
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None = None,
+        dropout: WeightDropout | None = None,
+    ) -> Tensor:  # fmt: skip
+        """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
+        query, key, value = (scatter_heads(x, self.group) for x in (query, key, value))
+        return gather_heads(self.inner(query, key, value, documents, dropout), self.group)
