@@ -4,9 +4,9 @@
     python benchmarks/bench_layouts.py --rows dp4 tp4       # some of them
     python benchmarks/bench_layouts.py --smoke              # the same layouts, tiny, over gloo on a CPU
 
-Reports model TFLOP/s per GPU (causal attention counted as half, no recomputation), tokens/s per GPU, peak memory, the share
-of the one-GPU rate, and how much of a step communication leaves the GPU without anything else to do (from a trace of one
-step of rank 0). Time is measured on healthy training (mock text, falling loss). Writes benchmarks/results/layouts.json.
+Reports model TFLOP/s per GPU (causal attention counted as half, no recomputation), tokens/s per GPU, peak memory, and
+how much of a step communication leaves the GPU with nothing else to do (from a trace of one step of rank 0). Time is
+measured on healthy training (mock text, falling loss). Writes benchmarks/results/layouts.json.
 """
 
 import argparse
@@ -97,7 +97,9 @@ def analyse(trace: Path, steps: int) -> dict[str, float]:
 def command_of(name: str, folder: Path, args: argparse.Namespace) -> list[str]:
     """The job of a row."""
     gpus, layers, seq_length, batch, flags = ROWS[name]
-    shape, layers, seq_length, batch = (TINY, 4, 64, 8) if args.smoke else (SHAPE, args.layers or layers, seq_length, batch)
+    shape, layers = SHAPE, args.layers or layers
+    if args.smoke:
+        shape, layers, seq_length, batch = TINY, 8, 64, 8
     words = [*shape.split(), *COMMON.split(), *flags.split(), "--num-layers", str(layers)]
     words += ["--seq-length", str(seq_length), "--max-position-embeddings", str(seq_length)]
     words += ["--global-batch-size", str(batch), "--train-iters", str(args.iters), "--tensorboard-dir", str(folder)]
@@ -151,8 +153,9 @@ def main() -> None:
     devices = 4 if args.smoke else torch.cuda.device_count()
     rows = args.rows or [name for name, row in ROWS.items() if row[0] <= devices]
     device = "CPU" if args.smoke else torch.cuda.get_device_name()
-    report: dict[str, Any] = {"device": device, "torch": torch.__version__, "python": platform.python_version(), "rows": {}}
-    print(f"{'row':18s} {'TFLOP/s/GPU':>11s} {'tokens/s/GPU':>13s} {'s/iter':>7s} {'peak GB':>8s}  exposed, idle ms", flush=True)
+    report: dict[str, Any] = {"device": device, "torch": torch.__version__, "python": platform.python_version()}
+    report["rows"] = {}
+    print("row                TFLOP/s/GPU  tokens/s/GPU  s/iter  peak GB  exposed, idle ms", flush=True)
     for name in rows:
         result = report["rows"][name] = measure(name, args)
         args.output.write_text(json.dumps(report, indent=1) + "\n")

@@ -12,17 +12,17 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = (
+MODEL_FLAGS = (
     "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --max-position-embeddings 4096 "
     "--micro-batch-size 1 --global-batch-size 8 --train-iters 10 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 32000"
-).split()
+)
 COMMANDS = {
     "import torch": ["-c", "import torch"],
     "import megatron.core.parallel_state": ["-c", "import megatron.core.parallel_state"],
     "pretrain_gpt.py --help": ["pretrain_gpt.py", "--help"],
     "pretrain_gpt.py, refused flags": ["pretrain_gpt.py", "--bf16", "--fp16"],
-    "pretrain_gpt.py --dry-run": ["pretrain_gpt.py", *MODEL, "--dry-run"],
+    "pretrain_gpt.py --dry-run": ["pretrain_gpt.py", *MODEL_FLAGS.split(), "--dry-run"],
     "tools/preprocess_data.py --help": ["tools/preprocess_data.py", "--help"],
 }
 REPETITIONS = 7
