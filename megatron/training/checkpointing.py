@@ -21,9 +21,9 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.exchange import from_first_rank
 from megatron.core.dist_checkpointing.manifest import ASSET_NAME
 from megatron.core.dist_checkpointing.reader import CheckpointReader, load_from, together_reader
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, module_tensors, tensors_like
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, module_tensors
 from megatron.core.dist_checkpointing.writer import Fault, no_fault, remove_leftovers
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import unwrapped
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups import ProcessGroups
@@ -70,7 +70,7 @@ class Checkpointer:
         fault: Fault = no_fault,
     ) -> None:  # fmt: skip
         self.cfg, self.groups, self.fault = cfg, groups, fault
-        self.chunks = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in model_chunks]
+        self.chunks = [unwrapped(chunk) for chunk in model_chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
         self.tokenizer = None if tokenizer is None else tokenizer.fingerprint
         self.failed_saves = 0
@@ -145,10 +145,7 @@ class Checkpointer:
         for chunk in self.chunks:
             tensors |= module_tensors(chunk, prefix="model.", groups=self.groups)
         if optimizer and self.optimizer is not None:
-            parameters = self.optimizer.model_params
-            for key, named in self.optimizer.state_dict().items():
-                if key not in ("step", "grad_scaler"):
-                    tensors |= tensors_like(named, parameters, prefix=f"optimizer.{key}.", groups=self.groups)
+            tensors |= self.optimizer.sharded_tensors(prefix="optimizer.")
         if rng:
             tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
         return tensors

@@ -102,6 +102,7 @@ def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,
+        num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,
     )
     seed_everything(cfg.seed)
     return parallel_state.get_process_groups()

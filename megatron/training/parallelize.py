@@ -28,7 +28,12 @@ def parallelize(
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=cfg.overlap_grad_reduce,
+        overlap_param_gather=cfg.overlap_param_gather,
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
         bucket_size=cfg.ddp_bucket_size,
+        num_buckets=cfg.ddp_num_buckets,
+        pad_buckets_for_high_nccl_busbw=cfg.ddp_pad_buckets_for_high_nccl_busbw,
+        reduce_scatter_with_fp32_accumulation=cfg.ddp_reduce_scatter_with_fp32_accumulation,
     )
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
 

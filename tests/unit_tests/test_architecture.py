@@ -16,6 +16,7 @@ LAYERS = {
     "megatron.core.utils": 0,
     "megatron.core.enums": 0,
     "megatron.core.placement": 1,
+    "megatron.core.flat_pieces": 1,
     "megatron.core.process_groups": 1,
     "megatron.core.rng": 1,
     "megatron.core.model_parallel_config": 1,

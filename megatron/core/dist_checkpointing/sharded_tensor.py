@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.flat_pieces import flat_pieces, spec_or_replicated
 from megatron.core.placement import ParameterSpec, global_name, local_chunk, local_view
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
@@ -65,8 +65,8 @@ def module_tensors(
 ) -> dict[str, ShardedTensor]:
     """Parameters, by placement, and persistent buffers (replicated) of ``module`` under ``prefix`` + global name.
 
-    The copy of a tied parameter goes by the name of the one it copies; parts of one tensor share its name, under keys of
-    their own.
+    The copy of a tied parameter goes by the name of the one it copies; parts of one tensor share its name, under keys
+    of their own.
     """
     specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
     tensors: dict[str, ShardedTensor] = {}
@@ -78,16 +78,25 @@ def module_tensors(
     return tensors
 
 
-def tensors_like(
-    tensors: Mapping[str, Tensor], parameters: Mapping[str, Tensor], *, prefix: str = "",
+def stretch_tensors(
+    name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, prefix: str = "",
     groups: ProcessGroups = SINGLE_PROCESS,
 ) -> dict[str, ShardedTensor]:  # fmt: skip
-    """Tensors with the names and placements of ``parameters`` (moments, main copies)."""
-    result = {}
-    for name, tensor in tensors.items():
-        spec = getattr(parameters[name], "spec", None)
-        result[prefix + _key(name, spec)] = from_spec(prefix + global_name(name, spec), tensor, spec, groups)
-    return result
+    """Rectangles of a stretch (begin, end) of the local memory of the parameter called ``name``.
+
+    ``flat`` holds the stretch: weights, gradients or moments, in any shape.
+    """
+    spec = getattr(parameter, "spec", None)
+    whole = prefix + global_name(name, spec)
+    pieces = flat_pieces(spec_or_replicated(parameter), groups, *stretch)
+    shape = tuple(spec_or_replicated(parameter).shape)
+    is_one = stretch == (0, parameter.numel())
+    return {
+        prefix + _key(name, spec) + ("" if is_one else f"@{index}"): ShardedTensor(
+            whole, piece.view(flat), shape, piece.chunk.offsets
+        )
+        for index, piece in enumerate(pieces)
+    }
 
 
 def _key(name: str, spec: ParameterSpec | None) -> str:

@@ -2,7 +2,8 @@
 (:mod:`param_and_grad_buffer`) and are *summed*, never averaged, over the data- and context-parallel ranks. The division
 by the number of valid tokens of the global batch comes after, in ``finalize_model_grads``: one rule for any layout.
 
-Left out: sharding of gradients or optimizer state, which belongs to the distributed optimizer.
+With ``use_distributed_optimizer`` ranks share out the update: gradients are reduce-scattered, each rank updates its
+shard of every bucket, and the updated weights are all-gathered, at once or behind the next forward pass.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.distributed import reductions
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.param_and_grad_buffer import ParamAndGradBuffer, group_by_dtype
-from megatron.core.process_groups import ProcessGroups
+from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_dtype
+from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(DataParallel):
     """``module`` with ``parameter.main_grad`` accumulated by hooks and summed over the data-parallel ranks.
 
     Args:
         config: the model's configuration; not read, kept for callers that pass it first.
-        ddp_config: bucket size, overlap, reduction dtype.
+        ddp_config: bucket size, overlap, sharding, reduction dtype.
         module: one model chunk.
         disable_bucketing: one bucket per buffer, whatever ``ddp_config`` says.
         groups: this rank's process groups; None takes those of ``parallel_state``, or one rank where it has none.
@@ -35,24 +38,53 @@ class DistributedDataParallel(nn.Module):
         self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module,
         disable_bucketing: bool = False, groups: ProcessGroups | None = None,
     ) -> None:  # fmt: skip
-        super().__init__()
+        if groups is None:
+            initialized = parallel_state.model_parallel_is_initialized()
+            groups = parallel_state.get_process_groups() if initialized else SINGLE_PROCESS
+        super().__init__(module, groups)
         self.config = config
         self.ddp_config = ddp_config
-        self.module = module
-        self.group = _gradient_group(groups)
-        ranks = 1 if self.group is None else dist.get_world_size(self.group)
-        overlap = ddp_config.overlap_grad_reduce and not disable_bucketing
-        bucket_size = (ddp_config.bucket_size or max(40_000_000, 1_000_000 * ranks)) if overlap else None
+        if ddp_config.use_distributed_optimizer:
+            self.shard_group = groups.dp_cp_shard
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         kinds = group_by_dtype(trained, ddp_config.grad_reduce_in_fp32).items()
-        self.grad_buffers = [ParamAndGradBuffer(kin, dtype, bucket_size, self.group) for (_, dtype), kin in kinds]
+        self.grad_buffers = [
+            ParamAndGradBuffer(kin, dtype, self._layout(trained, disable_bucketing)) for (_, dtype), kin in kinds
+        ]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]
+        if ddp_config.use_distributed_optimizer:
+            self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
+            self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward."""
-        return self.module(*args, **kwargs)
+    def _layout(self, trained: list[nn.Parameter], disable_bucketing: bool) -> BufferLayout:
+        config, groups = self.ddp_config, self.groups
+        bucket_size = config.bucket_size
+        if config.num_buckets is not None:
+            bucket_size = -(-sum(parameter.numel() for parameter in trained) // config.num_buckets)
+        if bucket_size is None and config.overlap_grad_reduce:
+            bucket_size = max(40_000_000, 1_000_000 * groups.dp_cp.size)
+        bucket_size = None if disable_bucketing else bucket_size
+        pad = config.pad_buckets_for_high_nccl_busbw
+        if not config.use_distributed_optimizer:
+            return BufferLayout(groups.dp_cp, bucket_size=bucket_size, pad_for_bus=pad)
+        accumulating = config.reduce_scatter_with_fp32_accumulation and not config.grad_reduce_in_fp32
+        reduce = reductions.reduce_scatter_accumulating_in_fp32 if accumulating else reductions.reduce_scatter_in_place
+        return BufferLayout(
+            groups.dp_cp_shard, reduce, sharded=True, replicas=groups.dp_cp_replica, bucket_size=bucket_size,
+            pad_for_bus=pad, alone=_may_be_tied(self.module, groups),
+        )  # fmt: skip
+
+    def _gather_hooks(self) -> Iterator[Any]:
+        """Before a module that owns parameters runs, their buckets have been gathered, in whatever order it runs."""
+        for submodule in self.module.modules():
+            owned = [p for p in submodule.parameters(recurse=False) if p in self._buffer_of]
+            buckets = list({id(bucket): bucket for p in owned if (bucket := self._buffer_of[p].bucket_of[p])}.values())
+            if buckets:
+                yield submodule.register_forward_pre_hook(
+                    lambda *_, buckets=buckets: [bucket.finish_gather() for bucket in buckets] and None
+                )
 
     def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -61,6 +93,12 @@ class DistributedDataParallel(nn.Module):
         parameter.grad = None
         if self.ddp_config.overlap_grad_reduce and self._last_microbatch:
             self._buffer_of[parameter].gradient_arrived(parameter)
+
+    def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
+        """What this rank updates: parts of some parameters with a distributed optimizer, else everything (None)."""
+        if not self.ddp_config.use_distributed_optimizer:
+            return None
+        return {shard.parameter: shard for buffer in self.grad_buffers for shard in buffer.shards()}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -77,15 +115,16 @@ class DistributedDataParallel(nn.Module):
             buffer.start_sync()
 
     def finish_grad_sync(self, *unused: Any) -> None:
-        """``main_grad`` holds the sum over all ranks when this returns (on CUDA: in stream order)."""
+        """``main_grad`` holds the sum over all ranks when this returns (on CUDA: in stream order): all of it, or with a
+        distributed optimizer what lies in this rank's shards."""
         self.start_grad_sync()
         for buffer in self.grad_buffers:
             buffer.finish_sync()
 
     def scale_gradients(self, scaling_factor: float | Tensor) -> None:
-        """Multiply every gradient; a zero-dimensional tensor avoids a wait for the device."""
+        """Multiply every gradient that this rank uses; a zero-dimensional tensor avoids a wait for the device."""
         for buffer in self.grad_buffers:
-            buffer.grad_data.mul_(scaling_factor)
+            buffer.scale(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Ready for the first micro-batch of an iteration."""
@@ -95,17 +134,25 @@ class DistributedDataParallel(nn.Module):
         for buffer in self.grad_buffers:
             buffer.reset()
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The module's own: names do not change by wrapping."""
-        return self.module.state_dict(*args, **kwargs)
+    def start_param_sync(self) -> None:
+        """All-gathers every bucket's updated weights, in the order in which the forward pass needs them."""
+        buckets = [bucket for buffer in self.grad_buffers for bucket in reversed(buffer.buckets)]
+        for bucket in buckets:
+            bucket.start_gather()
+        if not self.ddp_config.overlap_param_gather:
+            self.finish_param_sync()
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def finish_param_sync(self) -> None:
+        """Waits for every gather."""
+        for buffer in self.grad_buffers:
+            for bucket in buffer.buckets:
+                bucket.finish_gather()
 
 
-def _gradient_group(groups: ProcessGroups | None) -> dist.ProcessGroup | None:
-    """The ranks that hold the same parameters and other data: data times context parallel; None for one rank."""
-    if groups is None and parallel_state.model_parallel_is_initialized():
-        groups = parallel_state.get_process_groups()
-    return None if groups is None else groups.dp_cp.handle
+def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:
+    """Which parameters the first and the last pipeline stage may both hold: their shards must be cut alike."""
+    if groups.embedding.size == 1:
+        return lambda parameter: False
+    tied = {p for name, p in module.named_parameters() if name.endswith("word_embeddings.weight")}
+    tied |= {p for p in module.parameters() if getattr(getattr(p, "spec", None), "tied_to", None) is not None}
+    return tied.__contains__

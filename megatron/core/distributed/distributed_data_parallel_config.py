@@ -16,7 +16,7 @@ class DistributedDataParallelConfig:
     """Start reducing a bucket as soon as its gradients are complete."""
 
     overlap_param_gather: bool = False
-    """Gather updated weights while the next forward pass already runs."""
+    """Gather updated weights while the next forward pass already runs; distributed optimizer only."""
 
     align_param_gather: bool = False
     """Let pipeline stages start their weight gathers at the same time."""
@@ -35,6 +35,12 @@ class DistributedDataParallelConfig:
 
     bucket_size: int | None = None
     """Elements per bucket; None: one bucket without overlap, else max(40 million, 1 million x ranks)."""
+
+    num_buckets: int | None = None
+    """Number of buckets (roughly: parameters are not cut), in the place of ``bucket_size``."""
+
+    reduce_scatter_with_fp32_accumulation: bool = False
+    """Half-precision gradients travel as they are but are added up in float32; distributed optimizer only."""
 
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets so that message sizes are powers of two."""

@@ -1,101 +1,203 @@
 """Contiguous gradient memory. One :class:`ParamAndGradBuffer` per (parameter dtype, gradient dtype) holds the gradients
 of all its parameters in one flat tensor, laid out in reverse creation order (the order in which backward produces them)
-and cut into buckets: the unit of one all-reduce. ``parameter.main_grad`` is a view into it.
+and cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it.
 
-The bucket layout depends on the parameters and the bucket size alone, not on the number of ranks, so that sums are
-added up in the same order whatever overlaps with what.
+Where ranks share out the optimizer state (ZeRO 1, Rajbhandari et al. 2020), each owns one stretch of every bucket: its
+gradients are summed only there, and the weights lie in a second flat tensor of the same layout, so that one all-gather
+per bucket brings the updated ones to everybody.
+
+The bucket layout depends on the parameters, the bucket size and the number of shards alone: sums are added up in the
+same order whatever overlaps with what.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.distributed.reductions import Finish, Reduction, all_gather, all_reduce, shard_of, waiting_for
+from megatron.core.process_groups import Group
+
 _ALIGNMENT = 64  # elements: every parameter's gradient starts on a 256-byte boundary in fp32
+_BUS_ALIGNMENT = 2**16  # elements: NCCL reaches its bandwidth with messages of whole powers of two
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """How a buffer is cut and who sums it."""
+
+    group: Group
+    """Ranks over which gradients are summed; the owners of the shards."""
+    reduction: Reduction = all_reduce
+    """How a bucket is summed over ``group``."""
+    sharded: bool = False
+    """Whether each rank of ``group`` updates a stretch of its own."""
+    replicas: Group = Group("dp_cp_replica")
+    """Ranks that own the same stretches; their sums are added up too."""
+    bucket_size: int | None = None
+    """Least number of elements of a bucket; None puts everything into one."""
+    pad_for_bus: bool = False
+    """Make buckets' sizes multiples of 2^16."""
+    alone: Callable[[nn.Parameter], bool] = lambda parameter: False
+    """Parameters that get a bucket each, so that ranks whose other parameters differ cut them alike."""
+
+    @property
+    def bucket_alignment(self) -> int:
+        """Every bucket's size is a multiple of it."""
+        shards = _ALIGNMENT * (self.group.size if self.sharded else 1)
+        return math.lcm(shards, _BUS_ALIGNMENT) if self.pad_for_bus else shards
 
 
 class Bucket:
-    """One stretch of a buffer, all-reduced at once.
+    """One stretch of a buffer, summed (and its weights gathered) at once.
 
     Args:
-        data: the flat view of the buffer.
-        parameters: those whose gradients lie in it.
+        grads: the flat view of the gradients.
+        weights: the same of the weights, where ranks share out the update; else None.
+        parameters: those that lie in it.
+        layout: who sums it, and how.
     """
 
-    def __init__(self, data: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-        self.data = data
+    def __init__(
+        self, grads: Tensor, weights: Tensor | None, parameters: Sequence[nn.Parameter], layout: BufferLayout
+    ) -> None:
+        self.grads, self.weights, self.layout = grads, weights, layout
         self.parameters = list(parameters)
         self.pending = len(self.parameters)
         """Gradients of the last micro-batch that have not arrived."""
-        self.work: dist.Work | None = None
         self.launched = False
+        self._finish_sum: Finish | None = None
+        self._finish_gather: Finish | None = None
 
     def reset(self) -> None:
         """Forget the last iteration's arrivals."""
         self.pending = len(self.parameters)
-        self.work, self.launched = None, False
+        self._finish_sum, self.launched = None, False
 
-    def launch(self, group: dist.ProcessGroup | None) -> None:
-        """Start the sum over ``group`` (None: one rank, nothing to do)."""
+    @property
+    def owned(self) -> Tensor:
+        """The gradients that this rank has a use for: its shard, or all."""
+        return shard_of(self.grads, self.layout.group) if self.layout.sharded else self.grads
+
+    def launch(self) -> None:
+        """Start the sum (nothing to do on one rank)."""
         assert not self.launched, "a bucket was reduced twice in one iteration"
         self.launched = True
-        if group is not None:
-            self.work = dist.all_reduce(self.data, group=group, async_op=True)
+        if self.layout.group.size > 1:
+            self._finish_sum = self.layout.reduction(self.grads, self.layout.group)
+
+    def sum_replicas(self) -> None:
+        """Wait for the sum within the instance and start that over the instances."""
+        self.wait()
+        if self.layout.replicas.size > 1:
+            self._finish_sum = all_reduce(self.owned, self.layout.replicas)
 
     def wait(self) -> None:
         """Until the sum is there; on CUDA the current stream waits, not the host."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
+        if self._finish_sum is not None:
+            self._finish_sum()
+            self._finish_sum = None
+
+    def start_gather(self) -> None:
+        """Start to bring every rank's updated shard of the weights to all ranks."""
+        self.finish_gather()
+        group = self.layout.group
+        if self.weights is not None and group.size > 1:
+            work = all_gather(self.weights, shard_of(self.weights, group), group=group.handle, async_op=True)
+            self._finish_gather = waiting_for(work)
+
+    def finish_gather(self) -> None:
+        """The weights are whole when this returns (on CUDA: in stream order)."""
+        if self._finish_gather is not None:
+            self._finish_gather()
+            self._finish_gather = None
 
 
 class ParamAndGradBuffer:
-    """Gradient storage of parameters of one dtype.
+    """Storage of the gradients, and where updates are shared out of the weights, of parameters of one dtype.
 
     Args:
         parameters: in creation order.
         grad_dtype: of the accumulation and of the reduction.
-        bucket_size: least number of elements of a bucket; None puts everything into one.
-        group: the ranks over which gradients are summed; None for one rank.
+        layout: buckets and sums.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], grad_dtype: torch.dtype, bucket_size: int | None,
-        group: dist.ProcessGroup | None,
-    ) -> None:  # fmt: skip
-        self.group = group
+    def __init__(self, parameters: Sequence[nn.Parameter], grad_dtype: torch.dtype, layout: BufferLayout) -> None:
+        self.layout = layout
         self.parameters = list(reversed(parameters))
-        starts, boundaries, total = self._layout(bucket_size)
-        self.grad_data = torch.zeros(total, dtype=grad_dtype, device=self.parameters[0].device)
+        starts, boundaries, total = self._cut()
+        like = self.parameters[0]
+        self.starts = dict(zip(self.parameters, starts))
+        self.grad_data = torch.zeros(total, dtype=grad_dtype, device=like.device)
+        self.param_data = torch.zeros(total, dtype=like.dtype, device=like.device) if layout.sharded else None
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         first = 0
         for last, (begin, end) in boundaries:
-            self.buckets.append(Bucket(self.grad_data[begin:end], self.parameters[first:last]))
+            weights = None if self.param_data is None else self.param_data[begin:end]
+            self.buckets.append(Bucket(self.grad_data[begin:end], weights, self.parameters[first:last], layout))
             first = last
         for bucket in self.buckets:
             self.bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
-        for parameter, start in zip(self.parameters, starts):
-            view = self.grad_data[start : start + parameter.numel()].view(parameter.shape)
-            parameter.main_grad = view  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        for parameter, start in self.starts.items():
+            self._adopt(parameter, slice(start, start + parameter.numel()))
 
-    def _layout(self, bucket_size: int | None) -> tuple[list[int], list[tuple[int, tuple[int, int]]], int]:
+    @torch.no_grad()
+    def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
+        parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
+        parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        if self.param_data is not None:
+            view = self.param_data[place].view(parameter.shape)
+            view.copy_(parameter)
+            parameter.data = view
+
+    def _cut(self) -> tuple[list[int], list[tuple[int, tuple[int, int]]], int]:
         """(start of each parameter, (one past a bucket's last parameter, its stretch) per bucket, total size)."""
-        starts, boundaries = [], []
+        starts: list[int] = []
+        boundaries: list[tuple[int, tuple[int, int]]] = []
         cursor = begin = 0
+        layout = self.layout
+
+        def close(index: int) -> None:
+            nonlocal cursor, begin
+            cursor = -(-cursor // layout.bucket_alignment) * layout.bucket_alignment
+            boundaries.append((index, (begin, cursor)))
+            begin = cursor
+
         for index, parameter in enumerate(self.parameters):
+            alone = layout.alone(parameter)
+            if alone and cursor > begin:
+                close(index)
             starts.append(cursor)
             cursor += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-            if bucket_size is not None and cursor - begin >= bucket_size:
-                boundaries.append((index + 1, (begin, cursor)))
-                begin = cursor
+            if alone or (layout.bucket_size is not None and cursor - begin >= layout.bucket_size):
+                close(index + 1)
         if cursor > begin or not boundaries:
-            boundaries.append((len(self.parameters), (begin, cursor)))
+            close(len(self.parameters))
         return starts, boundaries, cursor
+
+    def shards(self) -> Iterable[ParameterShard]:
+        """What this rank updates, in the order of memory."""
+        assert self.param_data is not None
+        for bucket in self.buckets:
+            offset, length = int(bucket.grads.storage_offset()), bucket.owned.numel()
+            low = offset + self.layout.group.rank * length
+            for parameter in bucket.parameters:
+                begin = self.starts[parameter]
+                start, stop = max(low - begin, 0), min(low + length - begin, parameter.numel())
+                if start < stop:
+                    yield self._shard(parameter, start, stop)
+
+    def _shard(self, parameter: nn.Parameter, start: int, stop: int) -> ParameterShard:
+        assert self.param_data is not None
+        place = slice(self.starts[parameter] + start, self.starts[parameter] + stop)
+        grad = self.grad_data[place]
+        return ParameterShard(parameter, start, stop, self.param_data[place], lambda: grad, parameter.dtype)
 
     def reset(self) -> None:
         """Zero gradients, no arrivals."""
@@ -118,18 +220,28 @@ class ParamAndGradBuffer:
                 continue
             if bucket.pending > 0:
                 return
-            bucket.launch(self.group)
+            bucket.launch()
 
     def start_sync(self) -> None:
         """Start the sums that have not started (all of them without overlap; those of unused parameters with it)."""
         for bucket in self.buckets:
             if not bucket.launched:
-                bucket.launch(self.group)
+                bucket.launch()
 
     def finish_sync(self) -> None:
         """Wait for every sum."""
         for bucket in self.buckets:
+            bucket.sum_replicas()
+        for bucket in self.buckets:
             bucket.wait()
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the gradients that this rank has a use for."""
+        if self.layout.sharded:
+            for bucket in self.buckets:
+                bucket.owned.mul_(factor)
+        else:
+            self.grad_data.mul_(factor)
 
 
 def gradient_dtype(parameter: nn.Parameter, reduce_in_fp32: bool) -> torch.dtype:

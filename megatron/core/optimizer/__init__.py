@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import unwrapped
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -34,8 +34,7 @@ def get_megatron_optimizer(
     if groups is None:
         initialized = parallel_state.model_parallel_is_initialized()
         groups = parallel_state.get_process_groups() if initialized else SINGLE_PROCESS
-    plain = [chunk.module if isinstance(chunk, DistributedDataParallel) else chunk for chunk in model_chunks]
-    named = [(name, parameter) for chunk in plain for name, parameter in chunk.named_parameters()]
+    named = [(name, parameter) for chunk in model_chunks for name, parameter in unwrapped(chunk).named_parameters()]
     param_groups = parameter_groups(
         config, named, no_weight_decay=no_weight_decay_cond, scale_lr=scale_lr_cond, lr_mult=lr_mult
     )

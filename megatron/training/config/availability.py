@@ -50,10 +50,10 @@ NOT_YET: dict[str, NotYet] = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
     ),
     **_each(
-        "choosing the optimizer's precision is",
-        "overlap_param_gather_with_optimizer_step use_precision_aware_optimizer main_grads_dtype main_params_dtype "
-        "exp_avg_dtype exp_avg_sq_dtype",
+        "choosing the precision of optimizer state is",
+        "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
     ),
+    **_each("gathering weights during the optimizer step is", "overlap_param_gather_with_optimizer_step"),
     **_each(
         "optimizer state in host memory is",
         "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "

@@ -56,10 +56,14 @@ class DistributedConfig:
     """Let pipeline stages start their weight gathers independently."""
 
     ddp_num_buckets: int | None = None
-    """Buckets that gradients are reduced in."""
+    """Gradient buckets, about: parameters are not cut. Instead of --ddp-bucket-size."""
 
     ddp_bucket_size: int | None = None
-    """Elements per gradient bucket; default: max(40 million, 1 million x data-parallel size)."""
+    """Elements per gradient bucket; default: with overlap max(40 million, 1 million x data-parallel size), else one
+    bucket."""
+
+    ddp_reduce_scatter_with_fp32_accumulation: bool = False
+    """With --grad-reduce-in-bf16: send gradients in bfloat16, but add them up in float32."""
 
     ddp_pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets so that message sizes are powers of two."""

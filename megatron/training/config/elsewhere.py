@@ -13,7 +13,7 @@ ELSEWHERE = frozenset(
     create-all-gather-group cuda-graph-impl cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps
     data-parallel-random-init data-per-class-fraction dataloader-defer-npy-index-mmap dataloader-fast-cache-load
     dataloader-inter-document-masking ddp-param-name-patterns-for-fp32-local-accumulation
-    ddp-reduce-scatter-with-fp32-accumulation decode-only-cuda-graphs defer-embedding-wgrad-compute
+    decode-only-cuda-graphs defer-embedding-wgrad-compute
     delay-offload-until-cuda-graph delta-offload-bytes-across-pp-ranks dino-bottleneck-size dino-freeze-last-layer
     dino-head-hidden-size dino-local-crops-number dino-local-img-size dino-norm-last-layer dino-teacher-temp
     dino-warmup-teacher-temp dino-warmup-teacher-temp-epochs disable-bf16-reduced-precision-matmul

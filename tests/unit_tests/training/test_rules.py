@@ -199,7 +199,7 @@ def test_layout_contradiction_is_named(text, world_size, problem):
 @pytest.mark.parametrize(
     "text",
     [
-        "--use-distributed-optimizer", "--recompute-activations",
+        "--recompute-activations",
         "--fp8-format hybrid", "--num-experts 4", "--transformer-impl transformer_engine", "--async-save",
         "--ckpt-format torch",
         "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-torch-fsdp2",

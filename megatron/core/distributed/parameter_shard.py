@@ -1,0 +1,39 @@
+"""What of a parameter this rank updates. Optimizers step over these and need not know who cut them, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """Elements ``start`` to ``stop``, in the order of memory, of this rank's part of a parameter."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    values: Tensor
+    """The model's own memory of them: what an update is written to."""
+    gradient: Callable[[], Tensor | None]
+    """Their gradient, in the shape of ``values``; a view wherever it lives in a buffer."""
+    compute_dtype: torch.dtype
+    """What the model computes with; ``values`` may be more exact."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all that this rank holds of the parameter."""
+        return self.start == 0 and self.stop == self.parameter.numel()
+
+
+def whole(parameter: nn.Parameter) -> ParameterShard:
+    """All of a parameter, with the gradient from ``main_grad`` (a data-parallel buffer) or ``grad``."""
+
+    def gradient() -> Tensor | None:
+        main_grad = getattr(parameter, "main_grad", None)
+        return parameter.grad if main_grad is None else main_grad
+
+    return ParameterShard(parameter, 0, parameter.numel(), parameter, gradient, parameter.dtype)

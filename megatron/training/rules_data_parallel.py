@@ -1,0 +1,46 @@
+"""Rules about data parallelism: gradient buckets, the distributed optimizer, fully sharded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules_common import Rule, at_least, problem
+
+Problems = Iterator[Problem]
+
+
+def buckets_have_one_size(cfg: PretrainConfig) -> Problems:
+    yield from at_least(cfg, 1, "ddp_num_buckets")
+    if cfg.ddp_num_buckets is not None and cfg.ddp_bucket_size is not None:
+        yield problem(cfg, "ddp_num_buckets", "contradicts --ddp-bucket-size", "give one of the two")
+
+
+def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
+    yield from at_least(cfg, 1, "num_distributed_optimizer_instances")
+    instances, ranks = cfg.num_distributed_optimizer_instances, cfg.data_parallel_size * cfg.context_parallel_size
+    if instances <= 1:
+        return
+    if not (cfg.use_distributed_optimizer or cfg.use_torch_fsdp2):
+        reason = "there is nothing sharded to have several copies of"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason, "add --use-distributed-optimizer")
+    if ranks % instances:
+        fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        reason = f"does not divide the {ranks} ranks of data and context parallelism"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason, f"one of {fitting}")
+
+
+def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Problems:
+    field = "ddp_reduce_scatter_with_fp32_accumulation"
+    if getattr(cfg, field) and not (cfg.use_distributed_optimizer and cfg.grad_reduce_in_bf16):
+        reason = "gradients travel in float32 already unless --grad-reduce-in-bf16 is given, and only "
+        reason += "--use-distributed-optimizer scatters them"
+        yield problem(cfg, field, reason, "give all three, or none")
+
+
+RULES: tuple[Rule, ...] = (
+    buckets_have_one_size,
+    optimizer_instances_divide_the_ranks,
+    fp32_accumulation_has_something_to_accumulate,
+)
