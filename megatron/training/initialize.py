@@ -103,6 +103,7 @@ def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,
         num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,
+        hierarchical_context_parallel_sizes=cfg.hierarchical_context_parallel_sizes,
     )
     seed_everything(cfg.seed)
     return parallel_state.get_process_groups()

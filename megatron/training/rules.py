@@ -7,11 +7,13 @@ A rule is a small named generator over a resolved configuration. The rules live 
 from __future__ import annotations
 
 from megatron.core.cli import Problem, flags_of
-from megatron.training import rules_data, rules_data_parallel, rules_layout, rules_model, rules_training
+from megatron.training import rules_context, rules_data, rules_data_parallel, rules_layout, rules_model, rules_training
 from megatron.training.config.availability import unavailable
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 
-RULES = (*rules_model.RULES, *rules_layout.RULES, *rules_data_parallel.RULES, *rules_training.RULES)
+RULES = (
+    *rules_model.RULES, *rules_layout.RULES, *rules_context.RULES, *rules_data_parallel.RULES, *rules_training.RULES
+)  # fmt: skip
 
 
 def check(cfg: PretrainConfig) -> list[Problem]:

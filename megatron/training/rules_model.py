@@ -142,13 +142,6 @@ def determinism_excludes_what_cannot_be(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "has no deterministic form", "leave it or --deterministic-mode out")
 
 
-def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
-    cp = cfg.context_parallel_size
-    if cp > 1 and cfg.seq_length and cfg.seq_length % (2 * cp):
-        reason = f"is not a multiple of 2 x --context-parallel-size {cp}"
-        yield problem(cfg, "seq_length", reason, f"nearest: {max(cfg.seq_length // (2 * cp), 1) * 2 * cp}")
-
-
 def stages_get_whole_layers(cfg: PretrainConfig) -> Problems:
     uneven = (
         cfg.decoder_first_pipeline_num_layers or cfg.decoder_last_pipeline_num_layers
@@ -201,7 +194,6 @@ RULES: tuple[Rule, ...] = (
     loss_scaling_is_for_fp16,
     gradients_reduce_in_one_format,
     determinism_excludes_what_cannot_be,
-    context_parallel_ranks_get_two_chunks,
     stages_get_whole_layers,
     experts_fit_the_layout,
     latent_attention_excludes_groups,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.context_parallel import zigzag
 from megatron.training.initialize import training_device
 
 
@@ -42,14 +43,30 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
 
 
 def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """This context-parallel rank's part of the sequence: all of it, as long as context parallelism is not available."""
-    return batch
+    """This context-parallel rank's tokens of tensors [b, s, ...]; what is not per token stays as it is.
+
+    A dense ``attention_mask`` is refused where ranks share sequences: describe documents by ``cu_seqlens``.
+    """
+    cp = parallel_state.get_process_groups().cp
+    if cp.size == 1:
+        return batch
+    if batch.get("attention_mask") is not None:
+        raise ValueError(
+            f"attention_mask: --context-parallel-size {cp.size} takes no dense masks; pass None, and boundaries of"
+            " documents as cu_seqlens (--reset-attention-mask)"
+        )
+
+    def part(value: Any) -> Any:
+        per_token = isinstance(value, Tensor) and value.dim() >= 2
+        return zigzag.local_part(value, cp.rank, cp.size) if per_token else value
+
+    return {name: part(value) for name, value in batch.items()}
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Mean over the data-parallel ranks of a list of scalar losses, as one tensor."""
+    """Mean over the data- and context-parallel ranks of a list of scalar losses, as one tensor."""
     averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
-    group = parallel_state.get_process_groups().dp
+    group = parallel_state.get_process_groups().dp_cp
     if group.size > 1:
         dist.all_reduce(averaged, group=group.handle)
         averaged /= group.size

@@ -37,11 +37,9 @@ _BERT_T5 = "the BERT and T5 models are"
 
 NOT_YET: dict[str, NotYet] = {
     "pipeline_model_parallel_size": _beyond_one("pipeline parallelism is"),
-    "context_parallel_size": _beyond_one("context parallelism is"),
     "expert_model_parallel_size": _beyond_one("expert parallelism is"),
     "expert_tensor_parallel_size": _beyond_one("expert parallelism is"),
     **_each("overlapping tensor-parallel communication is", "tp_comm_overlap tp_comm_overlap_cfg"),
-    **_each("context parallelism is", "hierarchical_context_parallel_sizes cp_comm_type"),
     **_each("expert parallelism is", "overlap_moe_expert_parallel_comm"),
     **_each(
         "pipeline parallelism is",

@@ -20,6 +20,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples, Task
+from megatron.training.utils import get_batch_on_this_cp_rank
 
 
 class GPTTask(Task):
@@ -68,9 +69,16 @@ class GPTTask(Task):
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
-        """tokens, labels, loss_mask, position_ids [b, s], sample_index [b]; cu_seqlens where documents stay apart."""
+        """tokens, labels, loss_mask, position_ids [b, s], sample_index [b]; cu_seqlens where documents stay apart.
+
+        Of sequences that context-parallel ranks share, this rank's tokens; positions and boundaries stay global.
+        """
         device = training_device()
-        return {name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()}
+        on_host = get_batch_on_this_cp_rank(next(data_iterator))
+        batch = {name: value.to(device, non_blocking=True) for name, value in on_host.items()}
+        if "cu_seqlens" in on_host:
+            batch["document_bounds"] = on_host["cu_seqlens"]
+        return batch
 
     def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Masked sum of the token losses ``output`` fp32 [b, s]."""
@@ -101,4 +109,5 @@ def packed_documents(batch: dict[str, Tensor]) -> PackedSeqParams | None:
     if "cu_seqlens" not in batch:
         return None
     cu_seqlens = batch["cu_seqlens"]
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    bounds = tuple(batch["document_bounds"].tolist()) if "document_bounds" in batch else None
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, bounds=bounds)

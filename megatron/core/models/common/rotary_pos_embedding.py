@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from megatron.core.context_parallel import zigzag
+from megatron.core.process_groups import SINGLE_PROCESS, Group
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -107,6 +109,7 @@ class RotaryEmbedding(nn.Module):
         self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self._tables: RotaryTables | None = None
+        self._share = (1, 0)
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """Radians per position of every pair, float64 [r / 2]."""
@@ -123,12 +126,18 @@ class RotaryEmbedding(nn.Module):
             (angles.cos() * concentration).to(self.dtype), (angles.sin() * concentration).to(self.dtype)
         )
 
-    def forward(self, length: int, device: torch.device | str | None = None) -> RotaryTables:
-        """Tables of positions 0 to ``length`` - 1."""
-        device = torch.device(device or "cpu")
+    def forward(
+        self, length: int, device: torch.device | str | None = None, context: Group = SINGLE_PROCESS.cp
+    ) -> RotaryTables:
+        """Tables of positions 0 to ``length`` - 1; or of the ``length`` tokens of this rank, where the ranks of
+        ``context`` share sequences."""
+        device, share = torch.device(device or "cpu"), (context.size, context.rank)
         cached = self._tables
-        if cached is None or len(cached.cos) < length or cached.cos.device != device:
-            cached = self._tables = self.tables(torch.arange(length, device=device))
+        stale = cached is None or cached.cos.device != device or self._share != share
+        if cached is None or stale or len(cached.cos) < length or context.size > 1 and len(cached.cos) != length:
+            positions = zigzag.positions(length * context.size, context.rank, context.size, device)
+            cached, self._share = self.tables(positions), share
+            self._tables = cached
         return RotaryTables(cached.cos[:length], cached.sin[:length])
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.context_parallel import zigzag
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -128,7 +129,7 @@ class GPTModel(MegatronModule):
         if sample_index is None:
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
-        positions = torch.arange(length, device=device)
+        positions = zigzag.positions(length * self.groups.cp.size, self.groups.cp.rank, self.groups.cp.size, device)
         return DropoutCoordinates(
             self.dropout_stream, sample_index, positions.chunk(self._stream_split.size)[self._stream_split.rank],
             positions
@@ -148,7 +149,9 @@ class GPTModel(MegatronModule):
 
         On a pipeline stage other than the last: hidden states [s, b, h]. ``attention_mask`` (bool, True where hidden)
         adds to causality; ``packed_seq_params`` keeps documents apart; ``sample_index`` int64 [b] are the samples'
-        places in the whole training run, on which dropout masks depend.
+        places in the whole training run, on which dropout masks depend. Where ranks share sequences (context
+        parallelism), s counts this rank's tokens (``core.context_parallel.zigzag``); ``position_ids`` and document
+        boundaries count tokens of the whole sequences.
         """
         batch, length = input_ids.shape
         dropout = self._dropout_coordinates(batch, length, sample_index, input_ids.device)
@@ -157,7 +160,9 @@ class GPTModel(MegatronModule):
         else:
             assert self._input_tensor is not None, "set_input_tensor comes before forward on later pipeline stages"
             hidden_states = self._input_tensor
-        rotary = None if self.rotary_pos_emb is None else self.rotary_pos_emb(length, input_ids.device)
+        rotary = None
+        if self.rotary_pos_emb is not None:
+            rotary = self.rotary_pos_emb(length, input_ids.device, self.groups.cp)
         hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params, dropout)
         return self._outputs(hidden_states, labels) if self.post_process else hidden_states
 
