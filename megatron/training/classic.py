@@ -7,21 +7,29 @@ of the running program live in a context variable.
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core.enums import ModelType
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.elsewhere import ELSEWHERE
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.initialize import configure_logging, rank_from_environment, world_size_from_environment
+from megatron.training.initialize import (
+    configure_logging,
+    rank_from_environment,
+    training_device,
+    world_size_from_environment,
+)
 from megatron.training.initialize import initialize_megatron as bring_up
 from megatron.training.program import run
 from megatron.training.tasks.base import NumSamples, Task
@@ -34,6 +42,16 @@ class _Program:
     tokenizer: Any
     timers: Timers
 
+
+NOT_AVAILABLE_ARGS: dict[str, Any] = {
+    "use_legacy_models": False,
+    "use_mcore_models": True,
+    "moe_use_legacy_grouped_gemm": False,
+    "renormalize_blend_weights": True,
+    "s3_cache_path": None,
+    **dict.fromkeys(name.replace("-", "_") for name in sorted(ELSEWHERE)),
+}
+"""Names that scripts read although no flag sets them here: capabilities that are off."""
 
 _PROGRAM: ContextVar[_Program] = ContextVar("megatron_program")
 
@@ -62,7 +80,7 @@ def get_timers() -> Timers:
 
 def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     """A resolved configuration under the names that entry scripts read."""
-    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    values = {**NOT_AVAILABLE_ARGS, **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
     values.update(cfg.extra)
     values.update(
         rank=rank_from_environment(),
@@ -87,11 +105,31 @@ class ClassicTask(Task):
     def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
         self.functions = functions
+        self._sample_index: Any = None
         _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers))
 
-    def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
-        """The script's model."""
-        return self.functions["model_provider"](pre_process=pre_process, post_process=post_process)
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> nn.Module:
+        """The script's model. Dropout masks of a model that can take ``sample_index`` become functions of the data,
+        although such scripts do not pass it on: training resumes bit for bit."""
+        provider = self.functions["model_provider"]
+        stage = {"vp_stage": vp_stage} if vp_stage is not None and "vp_stage" in signature(provider).parameters else {}
+        model = provider(pre_process=pre_process, post_process=post_process, **stage)
+        if "sample_index" in signature(model.forward).parameters:
+            model.register_forward_pre_hook(self._pass_sample_index, with_kwargs=True)
+        return model
+
+    def _pass_sample_index(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if kwargs.get("sample_index") is None and self._sample_index is not None:
+            kwargs = {**kwargs, "sample_index": self._sample_index.to(training_device(), non_blocking=True)}
+        return args, kwargs
+
+    def _remembering(self, data_iterator: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the current one's sample indices are kept for the model."""
+        while (batch := next(data_iterator, None)) is not None:
+            self._sample_index = batch.get("sample_index") if isinstance(batch, Mapping) else None
+            yield batch
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
         """The script's data sets."""
@@ -99,7 +137,12 @@ class ClassicTask(Task):
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
         """The script's forward step."""
-        return self.functions["forward_step"](data_iterator, model)
+        self._sample_index = None
+        batches = None if data_iterator is None else self._remembering(data_iterator)
+        return self.functions["forward_step"](batches, model)
+
+
+_NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store", "inprocess_call_wrapper"}
 
 
 def pretrain(
@@ -110,7 +153,7 @@ def pretrain(
     process_non_loss_data_func: Callable | None = None,
     extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
-    **unused: Any,
+    **optional: Any,
 ) -> None:
     """Parses ``sys.argv`` and trains what the four functions describe; leaves the process with the exit code if not 0.
 
@@ -122,7 +165,13 @@ def pretrain(
         process_non_loss_data_func: not available yet; anything but None is refused.
         extra_args_provider: adds the script's own flags to the parser.
         args_defaults: defaults that this script changes.
+        optional: what releases added behind these: ``get_embedding_ranks``, ``get_position_embedding_ranks``,
+            ``store`` and ``inprocess_call_wrapper`` are accepted, as embeddings and restarts need no help;
+            ``non_loss_data_func`` must be None.
     """
+    process_non_loss_data_func = process_non_loss_data_func or optional.pop("non_loss_data_func", None)
+    if strange := sorted(set(optional) - _NEEDS_NOTHING):
+        raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
     if process_non_loss_data_func is not None:
         raise ValueError("pretrain(process_non_loss_data_func=...): not available yet; pass None")
     if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
@@ -133,15 +182,23 @@ def pretrain(
         "model_provider": model_provider,
         "forward_step": _two_arguments(forward_step_func),
     }
+    if not cfg.dry_run:
+        _start_alone()
     code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions))
     if code:
         sys.exit(code)
 
 
+def _start_alone() -> None:
+    """Scripts call torch.distributed whatever the number of ranks: one that no launcher started is a group of one."""
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
 def _two_arguments(forward_step: Callable) -> Callable:
     """``forward_step`` as (iterator, model), whatever optional parameters it has beside them."""
     required = [
-        each for each in inspect.signature(forward_step).parameters.values()
+        each for each in signature(forward_step).parameters.values()
         if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
     ]  # fmt: skip
     if len(required) > 2:

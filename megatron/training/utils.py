@@ -11,8 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel import zigzag
+from megatron.core.utils import get_batch_on_this_cp_rank
+from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.training.initialize import training_device
+
+__all__ = [
+    "average_losses_across_data_parallel_group",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split",
+    "get_ltor_masks_and_position_ids",
+    "is_first_or_last_pipeline_stage",
+    "print_rank_0",
+    "print_rank_last",
+    "unwrap_model",
+]
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -35,32 +48,37 @@ def print_rank_last(message: Any) -> None:
 
 
 def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
-    """The next micro-batch on this rank's device; ``attention_mask`` is None, as the causal mask needs no tensor."""
+    """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in the order
+    in which scripts unpack ``values()``.
+
+    ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
+    s, s], True where a token may not be seen. A task of one's own passes ``cu_seqlens`` on instead, which is faster.
+    """
     device = training_device()
     batch = {name: value.to(device, non_blocking=True) for name, value in next(data_iterator).items()}
-    batch.setdefault("attention_mask", None)  # type: ignore[arg-type]
-    return batch
+    mask = batch.get("attention_mask")
+    if "cu_seqlens" in batch:
+        mask = _document_mask(batch["cu_seqlens"], *batch["tokens"].shape)
+    return {
+        "tokens": batch["tokens"],
+        "labels": batch["labels"],
+        "loss_mask": batch["loss_mask"],
+        "attention_mask": mask,
+        "position_ids": batch["position_ids"],
+    }
 
 
-def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
-    """This context-parallel rank's tokens of tensors [b, s, ...]; what is not per token stays as it is.
+def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
+    """What causality and the document boundaries of the flattened [b * s] tokens hide, bool [b, 1, s, s]."""
+    tokens = torch.arange(batch_size * length, device=cu_seqlens.device)
+    documents = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch_size, length)
+    visible = documents[:, :, None] == documents[:, None, :]
+    return ~visible.tril()[:, None]
 
-    A dense ``attention_mask`` is refused where ranks share sequences: describe documents by ``cu_seqlens``.
-    """
-    cp = parallel_state.get_process_groups().cp
-    if cp.size == 1:
-        return batch
-    if batch.get("attention_mask") is not None:
-        raise ValueError(
-            f"attention_mask: --context-parallel-size {cp.size} takes no dense masks; pass None, and boundaries of"
-            " documents as cu_seqlens (--reset-attention-mask)"
-        )
 
-    def part(value: Any) -> Any:
-        per_token = isinstance(value, Tensor) and value.dim() >= 2
-        return zigzag.local_part(value, cp.rank, cp.size) if per_token else value
-
-    return {name: part(value) for name, value in batch.items()}
+def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
+    """Whether this rank reads data: it holds the embedding or the loss."""
+    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
 
 
 def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:

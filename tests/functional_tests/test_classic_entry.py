@@ -6,22 +6,70 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train, write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_example_script_trains_like_the_suites_own(gloo_pool, tmp_path):
-    dataset = write_dataset(tmp_path / "numbers")
-    flags = ["--data-path", str(dataset), "--split", "80,10,10", "--hidden-dropout", "0", "--attention-dropout", "0"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    script = ["examples/pretrain_custom_gpt.py", "--label_smoothing=0", "--save", str(tmp_path / "classic")]
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+"""Under which a script's loss is that of the suite's own task."""
+
+
+def launch(script, argv, ranks=1):
+    """A script in processes of its own, as a user starts it; its standard output."""
+    launcher = [sys.executable] if ranks == 1 else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
+    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        launcher + script + MODEL_FLAGS + flags, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        launcher + [script] + MODEL_FLAGS + argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "building a GPT model of this script's own" in result.stdout
-    gloo_pool.run(train, 1, flags + ["--save", str(tmp_path / "own")])
-    np.testing.assert_allclose(losses(tmp_path / "classic"), losses(tmp_path / "own"), rtol=2e-5)
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    dataset = write_dataset(tmp_path_factory.mktemp("data") / "numbers")
+    return ["--data-path", str(dataset), "--split", "80,10,10"]
+
+
+@pytest.fixture(scope="module")
+def own_losses(gloo_pool, flags, tmp_path_factory):
+    """Of the suite's own program; its vocabulary is as large as what the scripts build, so that the sums agree."""
+    folder = tmp_path_factory.mktemp("own")
+    gloo_pool.run(train, 1, flags + NO_DROPOUT + ["--save", str(folder), "--make-vocab-size-divisible-by", "64"])
+    return losses(folder)
+
+
+def test_the_example_script_trains_like_the_suites_own(flags, own_losses, tmp_path):
+    argv = flags + NO_DROPOUT + ["--label_smoothing=0", "--save", str(tmp_path)]
+    output = launch("examples/pretrain_custom_gpt.py", argv, ranks=2)
+    assert "building a GPT model of this script's own" in output
+    np.testing.assert_allclose(losses(tmp_path), own_losses, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "script, ranks, more",
+    [("2024", 2, []), ("2025", 2, ["--reset-attention-mask", "--reset-position-ids"]), ("2025", 1, ["--old-loss"])],
+    ids=["2024", "2025", "old-loss"],
+)
+def test_scripts_of_earlier_years_run_as_they_are(flags, own_losses, tmp_path, gloo_pool, script, ranks, more):
+    argv = flags + NO_DROPOUT + ["--make-vocab-size-divisible-by", "64", "--save", str(tmp_path / "script")]
+    launch(f"tests/functional_tests/scripts/pretrain_classic_{script}.py", argv + more, ranks)
+    if "--reset-attention-mask" in more:
+        gloo_pool.run(train, 1, argv[:-1] + [str(tmp_path / "own")] + more)
+        own_losses = losses(tmp_path / "own")
+    np.testing.assert_allclose(losses(tmp_path / "script"), own_losses, rtol=2e-5)
+
+
+def test_a_script_with_dropout_resumes_bit_for_bit(flags, tmp_path):
+    """Although it does not know of the sample indices that dropout masks depend on."""
+    script = "tests/functional_tests/scripts/pretrain_classic_2024.py"
+    whole, parts = (flags + ["--save", str(tmp_path / name), "--seed", "5"] for name in ("whole", "parts"))
+    launch(script, whole)
+    launch(script, parts + ["--exit-interval", "4"])
+    launch(script, parts + ["--load", str(tmp_path / "parts")])
+    assert (tmp_path / "whole/metrics.jsonl").read_bytes() == (tmp_path / "parts/metrics.jsonl").read_bytes()

@@ -13,7 +13,8 @@ LAYERS = {
     "megatron.core": 0,
     "megatron.data": 0,
     "megatron.core.cli": 0,
-    "megatron.core.utils": 0,
+    "megatron.core.utils": 5,  # names for scripts; nothing below needs them
+    "megatron.core.rerun_state_machine": 1,
     "megatron.core.enums": 0,
     "megatron.core.placement": 1,
     "megatron.core.flat_pieces": 1,
@@ -40,6 +41,7 @@ LAYERS = {
     "megatron.core.models": 5,
     "megatron.core.inference": 6,
     "megatron.core.export": 6,
+    "megatron.legacy": 6,
     "megatron.training": 7,
     "megatron.post_training": 8,
     "megatron.inference": 8,

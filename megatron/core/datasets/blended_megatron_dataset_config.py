@@ -1,7 +1,7 @@
 """What every data set class of the suite is configured by. No torch: usable on a node that only prepares data."""
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from megatron.data.blend import (
@@ -69,7 +69,18 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool | None = False
     """Mask the loss at the tokenizer's padding id even if that is also its end-of-document id."""
 
-    def __post_init__(self) -> None:
+    renormalize_blend_weights: bool = True
+    """Accepted for existing programs; weights are always normalized."""
+
+    s3_cache_path: InitVar[str | None] = None
+    """Older name of the following."""
+
+    object_storage_cache_path: str | None = None
+    """Cache of data in object storage, which cannot be read: anything but None is refused."""
+
+    def __post_init__(self, s3_cache_path: str | None) -> None:
+        if s3_cache_path or self.object_storage_cache_path:
+            raise ValueError("--object-storage-cache-path: object storage is not available; copy or mount the data")
         if self.sequence_length < 1:
             raise ValueError(f"--seq-length {self.sequence_length}: a sample has at least one token")
         if self.blend_per_split is not None and any(self.blend_per_split):

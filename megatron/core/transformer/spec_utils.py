@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,3 +24,17 @@ def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: An
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
     return spec.module(*args, **spec.params, **kwargs)
+
+
+def import_module(module_path: str | Sequence[str]) -> Any:
+    """The object that ``--spec MODULE NAME`` names, or ``"package.module.name"``.
+
+    Raises:
+        ValueError: there is no such module or name in it.
+    """
+    parts = [module_path] if isinstance(module_path, str) else list(module_path)
+    home, name = (parts[0], parts[1]) if len(parts) == 2 else parts[0].rpartition(".")[::2]
+    try:
+        return getattr(importlib.import_module(home), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--spec {' '.join(parts)}: {error}; give a module and a name in it") from error

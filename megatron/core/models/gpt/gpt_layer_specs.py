@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from megatron.core.models.backends import Backend, get_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -10,6 +12,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+_FOLLOWS_FROM_CONFIG = {"normalization", "moe_use_legacy_grouped_gemm", "use_te_op_fuser", "use_kitchen", "vp_stage"}
+"""Arguments of existing programs that choose nothing: the configuration, or the stage being built, says it."""
+
+
+def _accept(names: Iterable[str]) -> None:
+    if strange := sorted(set(names) - _FOLLOWS_FROM_CONFIG):
+        raise TypeError(f"layer specs have no argument {', '.join(strange)}")
 
 
 def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: object) -> L2Norm:
@@ -43,12 +53,14 @@ def get_gpt_layer_local_spec(
     moe_grouped_gemm: bool = False,
     qk_layernorm: bool = False,
     multi_latent_attention: bool = False,
+    fp8: str | None = None,
     *,
     qk_l2_norm: bool = False,
-    normalization: str | None = None,
+    **accepted: object,
 ) -> ModuleSpec:
-    """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; the
-    kind of norm always follows the configuration (``normalization`` is accepted for programs that pass it)."""
+    """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
+    follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
+    _accept(accepted)
     if num_experts or moe_grouped_gemm:
         raise ValueError("num_experts: mixture-of-experts layers are not available yet")
     if multi_latent_attention:
@@ -57,16 +69,25 @@ def get_gpt_layer_local_spec(
 
 
 def get_gpt_layer_with_transformer_engine_spec(
-    num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False
+    num_experts: int | None = None,
+    moe_grouped_gemm: bool = False,
+    qk_layernorm: bool = False,
+    multi_latent_attention: bool = False,
+    fp8: str | None = None,
+    *,
+    qk_l2_norm: bool = False,
+    **accepted: object,
 ) -> ModuleSpec:
     """A layer of Transformer Engine modules; ValueError as long as that backend is not available."""
-    return layer_spec(get_backend("transformer_engine"), qk_layernorm=qk_layernorm)
+    _accept(accepted)
+    return layer_spec(get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
 
 
 def get_gpt_decoder_block_spec(
-    config: TransformerConfig, use_transformer_engine: bool = False
+    config: TransformerConfig, use_transformer_engine: bool = False, **accepted: object
 ) -> TransformerBlockSubmodules:
     """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
+    _accept({*accepted} - {"qk_l2_norm"})
     assert config.num_layers is not None
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     one = layer_spec(backend, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm)

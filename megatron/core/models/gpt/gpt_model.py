@@ -35,7 +35,7 @@ class GPTModel(MegatronModule):
     """Token ids to logits, or to per-token losses where labels are given.
 
     ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the
-    padding takes part in nothing. Initial weights are functions of ``seed`` and the weights' names; with
+    padding takes part in nothing. Initial weights are functions of ``seed`` (``config.seed``) and their names; with
     ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
     The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
     """
@@ -57,13 +57,17 @@ class GPTModel(MegatronModule):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         seq_len_interpolation_factor: float | None = None,
+        mtp_block_spec: None = None,
         *,
         make_vocab_size_divisible_by: int = 128,
-        seed: int = 1234,
+        seed: int | None = None,
         groups: ProcessGroups | None = None,
         layer_range: range | None = None,
     ) -> None:
         super().__init__(config)
+        if mtp_block_spec is not None:
+            raise ValueError("mtp_block_spec: multi-token prediction is not available yet; leave it out")
+        seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
@@ -144,6 +148,7 @@ class GPTModel(MegatronModule):
         *,
         packed_seq_params: PackedSeqParams | None = None,
         sample_index: Tensor | None = None,
+        loss_mask: Tensor | None = None,
     ) -> Tensor:
         """Logits [b, s, v], with -inf for padded entries, or per-token losses fp32 [b, s] of int64 ``labels`` [b, s].
 
@@ -152,6 +157,7 @@ class GPTModel(MegatronModule):
         places in the whole training run, on which dropout masks depend. Where ranks share sequences (context
         parallelism), s counts this rank's tokens (``core.context_parallel.zigzag``); ``position_ids`` and document
         boundaries count tokens of the whole sequences.
+        ``loss_mask`` is accepted for programs that pass it: losses are of every token.
         """
         batch, length = input_ids.shape
         dropout = self._dropout_coordinates(batch, length, sample_index, input_ids.device)
