@@ -85,7 +85,8 @@ class Evaluator:
                     micro_batch_size=self.cfg.eval_micro_batch_size,
                 )
             )
-        return {name: value.item() for name, value in sums.all_reduce(self.groups.dp_cp).means().items()}
+        sums.share(self.groups.pp).all_reduce(self.groups.dp_cp)
+        return {name: value.item() for name, value in sums.means().items()}
 
     def _batches(self, eval_set: EvalSet, sampler: EvalSampler) -> tuple[Iterator[dict], int]:
         """An iterator of micro-batches and the number of global batches in it."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -99,6 +100,7 @@ def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,

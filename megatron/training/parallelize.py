@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.tasks.base import Task
@@ -17,8 +22,31 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
-    """The task's model chunks on ``device`` (one chunk without a virtual pipeline)."""
-    return [task.model_provider(pre_process=True, post_process=True).to(device)]
+    """The task's model chunks on ``device``: one, or with virtual pipeline stages several."""
+    pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg)
+    takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
+    chunks = []
+    for chunk in range(num_chunks):
+        stage: dict[str, Any] = {"vp_stage": chunk} if takes_stage and num_chunks > 1 else {}
+        with building_chunk(chunk if num_chunks > 1 else None):
+            model = task.model_provider(
+                pre_process=pp.is_first and chunk == 0, post_process=pp.is_last and chunk == num_chunks - 1, **stage
+            )
+        chunks.append(model.to(device))
+    return chunks
+
+
+@contextmanager
+def building_chunk(chunk: int | None) -> Iterator[None]:
+    """While a provider runs, ``parallel_state`` says which chunk of the rank it builds."""
+    if chunk is None:
+        yield
+        return
+    parallel_state.set_virtual_pipeline_model_parallel_rank(chunk)
+    try:
+        yield
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_rank(None)
 
 
 def parallelize(

@@ -38,6 +38,20 @@ class LossSums:
             self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(self.pairs)}
         return self
 
+    def share(self, group: Group) -> LossSums:
+        """From the last rank of the pipeline ``group``, which has the losses, to all of its ranks."""
+        if group.size > 1:
+            source = group.ranks[-1]
+            names = [list(self.pairs)]
+            dist.broadcast_object_list(names, src=source, group=group.handle, device=self.device)
+            mine = [self.num_tokens.reshape(1), *self.pairs.values()] if group.is_last else []
+            flat = torch.zeros(1 + 2 * len(names[0]), dtype=torch.float64, device=self.device)
+            flat = torch.cat(mine) if group.is_last else flat
+            dist.broadcast(flat, src=source, group=group.handle)
+            self.num_tokens = flat[0]
+            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(names[0])}
+        return self
+
     def means(self) -> dict[str, Tensor]:
         """``name -> sum / count`` (0-d tensors); NaN where nothing counted."""
         return {name: pair[0] / pair[1] for name, pair in self.pairs.items()}

@@ -1,18 +1,27 @@
 """Every rule about settings that contradict, exclude or need one another; all are run, and all problems reported.
 
-A rule is a small named generator over a resolved configuration. The rules live in ``rules_model.py``,
-``rules_layout.py``, ``rules_data_parallel.py``, ``rules_training.py`` and ``rules_data.py``; this module runs them.
+A rule is a small named generator over a resolved configuration. The rules live in ``rules_*.py``; this module runs
+them.
 """
 
 from __future__ import annotations
 
 from megatron.core.cli import Problem, flags_of
-from megatron.training import rules_context, rules_data, rules_data_parallel, rules_layout, rules_model, rules_training
+from megatron.training import (
+    rules_context,
+    rules_data,
+    rules_data_parallel,
+    rules_layout,
+    rules_model,
+    rules_pipeline,
+    rules_training,
+)
 from megatron.training.config.availability import unavailable
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 
 RULES = (
-    *rules_model.RULES, *rules_layout.RULES, *rules_context.RULES, *rules_data_parallel.RULES, *rules_training.RULES
+    *rules_model.RULES, *rules_layout.RULES, *rules_context.RULES, *rules_pipeline.RULES, *rules_data_parallel.RULES,
+    *rules_training.RULES,
 )  # fmt: skip
 
 

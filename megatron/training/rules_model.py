@@ -142,18 +142,6 @@ def determinism_excludes_what_cannot_be(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "has no deterministic form", "leave it or --deterministic-mode out")
 
 
-def stages_get_whole_layers(cfg: PretrainConfig) -> Problems:
-    uneven = (
-        cfg.decoder_first_pipeline_num_layers or cfg.decoder_last_pipeline_num_layers
-        or cfg.account_for_embedding_in_pipeline_split or cfg.account_for_loss_in_pipeline_split
-        or cfg.pipeline_model_parallel_layout
-    )  # fmt: skip
-    pp = cfg.pipeline_model_parallel_size
-    if cfg.num_layers and pp > 1 and cfg.num_layers % pp and not uneven:
-        fix = "choose a multiple, or --pipeline-model-parallel-layout"
-        yield problem(cfg, "num_layers", f"is not a multiple of --pipeline-model-parallel-size {pp}", fix)
-
-
 def experts_fit_the_layout(cfg: PretrainConfig) -> Problems:
     ep, tp = cfg.expert_model_parallel_size, cfg.tensor_model_parallel_size
     if ep > 1 and cfg.num_experts is None:
@@ -194,7 +182,6 @@ RULES: tuple[Rule, ...] = (
     loss_scaling_is_for_fp16,
     gradients_reduce_in_one_format,
     determinism_excludes_what_cannot_be,
-    stages_get_whole_layers,
     experts_fit_the_layout,
     latent_attention_excludes_groups,
 )

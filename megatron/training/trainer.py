@@ -143,7 +143,7 @@ class Trainer:
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)
         finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
-        sums.all_reduce(parts.groups.dp_cp)
+        sums.share(parts.groups.pp).all_reduce(parts.groups.dp_cp)
         if cfg.check_for_nan_in_loss_and_grad:
             self._check_losses(local_losses, sums.pairs)
         return sums

@@ -26,7 +26,8 @@ def finalize_model_grads(
 
     Args:
         model_chunks: of this rank.
-        num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device; None leaves the sums.
+        num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages without
+            the loss; None leaves the sums.
         expected_tokens: the constant that the micro-batch losses were divided by.
         groups: this rank's process groups; None takes those of ``parallel_state``.
 
@@ -35,13 +36,16 @@ def finalize_model_grads(
     """
     for chunk in model_chunks:
         chunk.finish_grad_sync()
-    sum_partial_gradients(model_chunks, groups or parallel_state.get_process_groups())
+    groups = groups or parallel_state.get_process_groups()
+    sum_partial_gradients(model_chunks, groups)
     if num_tokens is None:
         return None
     total = num_tokens.detach().to(torch.float64).clone()
     group = model_chunks[0].group
     if group is not None:
         dist.all_reduce(total, group=group)
+    if groups.pp.size > 1:
+        dist.all_reduce(total, group=groups.pp.handle)
     factor = expected_tokens / total.clamp(min=1.0)
     for chunk in model_chunks:
         chunk.scale_gradients(factor)

@@ -1,4 +1,4 @@
-"""Forward and backward passes over the micro-batches of one global batch.
+"""Forward and backward passes over the micro-batches of one global batch: chooses a schedule and runs it.
 
 A *forward step* is ``forward_step(data_iterator, model) -> (output, loss_func)``; ``loss_func(output)`` returns either
 
@@ -6,50 +6,34 @@ A *forward step* is ``forward_step(data_iterator, model) -> (output, loss_func)`
   ``num_tokens`` how many tokens it sums over; each logged value is a pair ``[sum, count]`` or a plain mean; or
 * ``(loss, {name: tensor})``: ``loss`` is a mean, and every micro-batch counts alike (the older convention).
 
-Only the schedule without a pipeline lives here so far.
+Gradients of all micro-batches but the last accumulate inside ``model.no_sync()``, so that a data-parallel wrapper
+starts to reduce a bucket with the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.actions import Schedule
+from megatron.core.pipeline_parallel.choose import choose_schedule
+from megatron.core.pipeline_parallel.p2p import Messages, TensorShape
+from megatron.core.pipeline_parallel.results import MicroBatchResult
+from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
+from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
+from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
+from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
-@dataclass
-class MicroBatchResult:
-    """What one micro-batch contributes. Tensors stay on their device: nothing here waits for the GPU."""
+__all__ = ["MicroBatchResult", "forward_backward_no_pipelining", "forward_backward_pipelining",
+           "get_forward_backward_func"]  # fmt: skip
 
-    num_tokens: Tensor
-    """int64 or float scalar: tokens (or, for mean losses, 1) that the loss is a sum over."""
-    logged: dict[str, Tensor] = field(default_factory=dict)
-    """``name -> float64 [sum, count]``."""
-    non_loss: object = None
-    """What ``collect_non_loss_data`` asked for."""
-
-
-def as_sum_and_count(value: Tensor | tuple | float) -> Tensor:
-    """A logged value as a float64 pair [sum, count]; a plain mean counts once."""
-    if isinstance(value, tuple | list):
-        value = torch.stack([torch.as_tensor(part, dtype=torch.float64) for part in value])
-    value = torch.as_tensor(value).detach().to(torch.float64)
-    return value if value.numel() == 2 else torch.stack([value.reshape(()), torch.ones_like(value.reshape(()))])
-
-
-def split_loss(returned: tuple) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Both conventions of ``loss_func`` as ``(loss to differentiate, num_tokens, {name: [sum, count]})``."""
-    if len(returned) == 3:
-        loss, num_tokens, logged = returned
-    elif len(returned) == 2:
-        loss, logged = returned
-        num_tokens = torch.ones((), dtype=torch.int64, device=loss.device)
-    else:
-        raise ValueError(f"loss_func returned {len(returned)} values; give (loss, num_tokens, dict) or (loss, dict)")
-    pairs = {name: as_sum_and_count(value) for name, value in logged.items()}
-    return loss, torch.as_tensor(num_tokens).detach(), pairs
+_NO_MESSAGES = TensorShape((0,), torch.float32, torch.device("cpu"))
 
 
 def forward_backward_no_pipelining(
@@ -61,7 +45,7 @@ def forward_backward_no_pipelining(
     forward_only: bool = False,
     loss_transform: Callable[[Tensor], Tensor] | None = None,
     collect_non_loss_data: bool = False,
-    **_shapes: int,
+    **_shapes: Any,
 ) -> list[MicroBatchResult]:
     """Runs every micro-batch through a model that is whole on this rank.
 
@@ -69,29 +53,77 @@ def forward_backward_no_pipelining(
         loss_transform: applied to the loss before its backward (the constant of the loss rule, the loss scale).
         collect_non_loss_data: call ``loss_func(output, non_loss_data=True)`` and keep what it returns.
         _shapes: ``seq_length``, ``micro_batch_size`` … which pipelined schedules need for their buffers.
-
-    Gradients of all micro-batches but the last accumulate inside ``model.no_sync()``, so that a data-parallel wrapper
-    starts to reduce a bucket with the last one.
     """
-    chunk = model[0] if isinstance(model, list | tuple) else model
-    iterator = data_iterator[0] if isinstance(data_iterator, list | tuple) else data_iterator
-    no_sync = getattr(chunk, "no_sync", nullcontext)
-    results = []
-    for micro_batch in range(num_microbatches):
-        last = micro_batch == num_microbatches - 1
-        with nullcontext() if last or forward_only else no_sync(), torch.set_grad_enabled(not forward_only):
-            output, loss_func = forward_step_func(iterator, chunk)
-            if collect_non_loss_data:
-                kept = loss_func(output, non_loss_data=True)
-                results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
-                continue
-            loss, num_tokens, logged = split_loss(loss_func(output))
-            results.append(MicroBatchResult(num_tokens=num_tokens, logged=logged))
-            if not forward_only:
-                (loss if loss_transform is None else loss_transform(loss)).backward()
-    return results
+    chunks = _chunks(model)
+    iterators = iterators_of_chunks(data_iterator, 1)
+    only_forward = forward_only or collect_non_loss_data
+    schedule = forward_only_schedule(1, num_microbatches) if only_forward else without_pipeline(num_microbatches)
+    work = Work(forward_step_func, chunks, iterators, loss_transform, collect_non_loss_data)
+    return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, _NO_MESSAGES)).run()
+
+
+def forward_backward_pipelining(
+    *,
+    forward_step_func: Callable,
+    data_iterator: Iterator | Sequence[Iterator],
+    model: nn.Module | Sequence[nn.Module],
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    forward_only: bool = False,
+    **options: Any,
+) -> list[MicroBatchResult]:
+    """Runs every micro-batch through the stages of all pipeline ranks, by the schedule that the model's configuration
+    names; every rank of the pipeline calls it alike.
+
+    Args:
+        model: this rank's chunk, or its chunks in the order in which a micro-batch visits them.
+        seq_length: of the whole sequence, before context and sequence parallelism split it.
+        micro_batch_size: sequences per micro-batch.
+        options: ``loss_transform`` and ``collect_non_loss_data`` as without a pipeline.
+
+    Returns:
+        One result per micro-batch on the last stage, nothing elsewhere.
+    """
+    chunks = _chunks(model)
+    config: Any = unwrapped(chunks[0]).config
+    groups = parallel_state.get_process_groups()
+    if options.get("collect_non_loss_data") or forward_only:
+        schedule = forward_only_schedule(groups.pp.size, num_microbatches, len(chunks))
+    else:
+        schedule = _schedule_of(config, groups.pp.size, len(chunks), num_microbatches)
+    work = Work(
+        forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
+        options.get("collect_non_loss_data", False),
+    )  # fmt: skip
+    messages = Messages(schedule, groups, message_shape(config, groups, seq_length, micro_batch_size))
+    return PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=int(config.overlap_p2p_comm)).run()
+
+
+def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    return model if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
+
+
+def _schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
+    name = config.pipeline_schedule or ("zero-bubble" if config.delay_wgrad_compute else None)
+    group_size = config.microbatch_group_size_per_virtual_pipeline_stage
+    return _cached(name, num_ranks, num_chunks, num_microbatches, group_size)
+
+
+_cached = lru_cache(maxsize=64)(choose_schedule)
+
+
+def message_shape(config: Any, groups: ProcessGroups, seq_length: int, micro_batch_size: int) -> TensorShape:
+    """Hidden states [s, b, h] as one stage passes them to the next."""
+    parts = groups.cp.size * (groups.tp.size if config.sequence_parallel else 1)
+    device = torch.device("cpu")
+    if dist.get_backend(groups.pp_up.handle) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return TensorShape((seq_length // parts, micro_batch_size, config.hidden_size), config.pipeline_dtype, device)
 
 
 def get_forward_backward_func() -> Callable[..., list[MicroBatchResult]]:
-    """The schedule for the layout that is up; without pipeline parallelism, one loop over the micro-batches."""
+    """The function that runs all micro-batches in the layout that is up: through a pipeline if there is one."""
+    if parallel_state.get_process_groups().pp.size > 1:
+        return forward_backward_pipelining
     return forward_backward_no_pipelining

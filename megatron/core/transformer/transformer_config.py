@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.core.cli import ConfigError, Problem
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_layout import PipelineConfig
 from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.fp8_config import Fp8Config
 from megatron.core.transformer.memory_config import RecomputeConfig
@@ -25,6 +26,7 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
 @dataclass(kw_only=True)
 class TransformerConfig(
     ModelParallelConfig,
+    PipelineConfig,
     NetworkSizeConfig,
     AttentionConfig,
     InitializationConfig,
@@ -57,6 +59,12 @@ class TransformerConfig(
             self.ffn_hidden_size = default_ffn_hidden_size(hidden, gated=self.swiglu)
         if self.embedding_init_method_std is None:
             self.embedding_init_method_std = self.init_method_std
+        if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
+            self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
+        if self.pipeline_dtype is None and self.fp32_residual_connection:
+            import torch
+
+            self.pipeline_dtype = torch.float32  # what stages pass on is the residual stream
         super().__post_init__()
 
     def _impossible_sizes(self) -> Iterator[Problem]:

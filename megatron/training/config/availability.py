@@ -36,17 +36,10 @@ def _each(what: str, names: str) -> dict[str, NotYet]:
 _BERT_T5 = "the BERT and T5 models are"
 
 NOT_YET: dict[str, NotYet] = {
-    "pipeline_model_parallel_size": _beyond_one("pipeline parallelism is"),
     "expert_model_parallel_size": _beyond_one("expert parallelism is"),
     "expert_tensor_parallel_size": _beyond_one("expert parallelism is"),
     **_each("overlapping tensor-parallel communication is", "tp_comm_overlap tp_comm_overlap_cfg"),
     **_each("expert parallelism is", "overlap_moe_expert_parallel_comm"),
-    **_each(
-        "pipeline parallelism is",
-        "microbatch_group_size_per_virtual_pipeline_stage num_layers_per_virtual_pipeline_stage delay_wgrad_compute "
-        "num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers "
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
-    ),
     **_each(
         "choosing the precision of optimizer state is",
         "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
@@ -130,7 +123,6 @@ NO_EFFECT: dict[str, str] = {
     "align_grad_reduce": "every stage reduces a bucket as soon as it is complete",
     "align_param_gather": "every stage gathers its weights as soon as they are updated",
     "enable_gloo_process_groups": "gloo groups are made only where they are used",
-    "overlap_p2p_comm": "there are no pipeline stages",
     "padded_vocab_size": "the model pads by itself, and padding is inert",
     "trust_remote_code": "code that comes with a tokenizer is never run",
     "enable_one_logger": "there is no such service",

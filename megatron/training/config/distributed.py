@@ -1,4 +1,4 @@
-"""Process groups, data parallelism and pipeline layout."""
+"""Process groups and data parallelism."""
 
 from __future__ import annotations
 
@@ -85,30 +85,3 @@ class DistributedConfig:
 
     torch_fsdp2_reshard_after_forward: bool = flag("--torch-fsdp2-no-reshard-after-forward", default=True)
     """Keep gathered weights from the forward to the backward pass."""
-
-
-@dataclass(kw_only=True)
-class PipelineConfig:
-    """Pipeline layout"""
-
-    num_layers_per_virtual_pipeline_stage: int | None = None
-    """Layers per chunk of an interleaved schedule."""
-
-    num_virtual_stages_per_pipeline_rank: int | None = None
-    """Chunks per rank of an interleaved schedule; instead of the flag above."""
-
-    decoder_first_pipeline_num_layers: int | None = None
-    """Layers of the first stage, where it differs."""
-
-    decoder_last_pipeline_num_layers: int | None = None
-    """Layers of the last stage, where it differs."""
-
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as one layer when layers are split over stages."""
-
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the output layer and loss as one layer when layers are split over stages."""
-
-    pipeline_model_parallel_layout: str | None = None
-    """Exact contents of every stage: E embedding, t layer, L loss, m multi-token head, | between stages, x*n for
-    repetition, such as Et*3|(tt|)*29,m|L."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.cli import derived
 from megatron.core.model_parallel_config import ParallelismConfig, PrecisionConfig, dtype_of
+from megatron.core.pipeline_layout import PipelineConfig
 from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.fp8_config import Fp8Config
 from megatron.core.transformer.memory_config import RecomputeConfig
@@ -15,7 +16,7 @@ from megatron.core.transformer.moe_config import MoeConfig
 from megatron.core.transformer.network_config import InitializationConfig, NetworkSizeConfig
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
-from megatron.training.config.distributed import DistributedConfig, PipelineConfig
+from megatron.training.config.distributed import DistributedConfig
 from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig

@@ -27,8 +27,14 @@ class Task:
         self.tokenizer = tokenizer
         self.timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
 
-    def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
-        """The model, or the stage of it that has (or lacks) the embedding and the output layer."""
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> nn.Module:
+        """The model, or the stage of it that has (or lacks) the embedding and the output layer.
+
+        ``vp_stage`` is the model chunk of an interleaved pipeline. It is passed to providers that take it; others may
+        ask ``parallel_state.get_virtual_pipeline_model_parallel_rank()``, as GPTModel itself does.
+        """
         raise NotImplementedError
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:

@@ -16,6 +16,7 @@ from megatron.core.models.common.flops import gpt_flops_per_sample
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_layout import pipeline_stages
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
@@ -26,7 +27,9 @@ from megatron.training.utils import get_batch_on_this_cp_rank
 class GPTTask(Task):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
-    def model_provider(self, pre_process: bool = True, post_process: bool = True) -> nn.Module:
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> nn.Module:
         """A :class:`GPTModel` of the flags' shape; initial weights depend on the seed and the names alone."""
         cfg = self.cfg
         config = core_transformer_config_from_args(cfg)
@@ -47,7 +50,15 @@ class GPTTask(Task):
             seed=cfg.seed,
             make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
             groups=parallel_state.get_process_groups(),
+            layer_range=self._layer_range(vp_stage or 0),
+            vp_stage=vp_stage,
         )
+
+    def _layer_range(self, vp_stage: int) -> range:
+        """Layers of this rank's model chunk; unlike GPTModel, the task knows the length of the training sequences."""
+        cfg, pp = self.cfg, parallel_state.get_process_groups().pp
+        stages = pipeline_stages(cfg, vocab_size=self.vocab_size, seq_length=cfg.seq_length)
+        return stages[pp.rank + vp_stage * pp.size].layers
 
     @property
     def vocab_size(self) -> int:

@@ -182,7 +182,7 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "--seq-length 31: is not a multiple"),
         ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, "--tp-comm-overlap: needs --sequence-parallel"),
         ("--context-parallel-size 3", 3, "--seq-length 32: is not a multiple of 2 x --context-parallel-size 3"),
-        ("--pipeline-model-parallel-size 3", 3, "--num-layers 2: is not a multiple of --pipeline-model-parallel-size"),
+        ("--pipeline-model-parallel-size 3", 3, "--num-layers 2: 2 layers cannot fill 3 pipeline stages"),
         ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2: needs --num-experts"),
         ("--num-experts 3 --expert-model-parallel-size 2", 2, "--num-experts 3: is not a multiple of"),
         ("--overlap-param-gather", 1, "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad"),

@@ -1,0 +1,27 @@
+"""From settings to a schedule. Torch-free."""
+
+from __future__ import annotations
+
+from megatron.core.pipeline_parallel.actions import Schedule
+from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
+from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward, without_pipeline
+from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
+
+
+def choose_schedule(
+    name: str | None, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
+) -> Schedule:
+    """The training schedule called ``name``; None takes ``interleaved`` for several chunks per rank, else ``1f1b``.
+
+    Raises:
+        ValueError: where the name and the number of chunks contradict each other.
+    """
+    if name == "zero-bubble":
+        return zero_bubble(num_ranks, num_microbatches, num_chunks, group_size)
+    if num_chunks > 1 and name in (None, "interleaved"):
+        return interleaved(num_ranks, num_chunks, num_microbatches, group_size)
+    if num_chunks == 1 and name in (None, "1f1b"):
+        return without_pipeline(num_microbatches) if num_ranks == 1 else one_forward_one_backward(
+            num_ranks, num_microbatches
+        )  # fmt: skip
+    raise ValueError(f"--pipeline-schedule {name} does not fit {num_chunks} model chunks per rank")

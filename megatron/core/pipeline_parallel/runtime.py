@@ -1,0 +1,152 @@
+"""Runs any schedule: one loop over this rank's actions, with the messages between stages in flight meanwhile.
+
+An output is let go as soon as it has been sent: what backward needs is its edge in the autograd graph, not its values.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megatron.core.pipeline_parallel.actions import Action, Schedule
+from megatron.core.pipeline_parallel.p2p import Messages
+from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the actions of a schedule stand for."""
+
+    forward_step: Callable
+    """``(iterator, chunk) -> (output, loss_func)``."""
+    chunks: Sequence[nn.Module]
+    iterators: Sequence[Iterator]
+    """One per chunk, over the same micro-batches."""
+    loss_transform: Callable[[Tensor], Tensor] | None = None
+    collect_non_loss_data: bool = False
+
+
+def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterator]:
+    """One iterator per chunk. A single one is read once and shared, so that all chunks see the same micro-batches."""
+    if isinstance(data_iterator, list | tuple):
+        if len(data_iterator) == num_chunks:
+            return data_iterator
+        raise ValueError(f"{len(data_iterator)} data iterators for {num_chunks} model chunks: give one, or one each")
+    if num_chunks == 1 or data_iterator is None:
+        return [data_iterator] * num_chunks
+    return itertools.tee(data_iterator, num_chunks)
+
+
+@dataclass
+class _Passed:
+    """What backward needs of a forward pass."""
+
+    received: Tensor | None
+    root: Any
+    """The loss, or the gradient edge of the output; None where nothing needs a gradient."""
+    weight_gradients: list[Callable[[], None]]
+    """What backward put off."""
+
+
+class PipelineRun:
+    """One run of ``schedule`` on this rank.
+
+    Args:
+        lookahead: actions whose inputs are asked for before the current one is computed.
+    """
+
+    def __init__(self, schedule: Schedule, rank: int, work: Work, messages: Messages, *, lookahead: int = 1) -> None:
+        self.schedule, self.rank, self.work, self.messages = schedule, rank, work, messages
+        self.actions, self.lookahead = schedule.actions[rank], lookahead
+        self.results: list[MicroBatchResult] = []
+        self._passed: dict[tuple[int, int], _Passed] = {}
+        last = {(action.kind, action.chunk): action for action in self.actions}
+        self._final = {action for (kind, _), action in last.items() if kind != "F"}
+        """After these a chunk's gradients are complete: those that B computes after its last B, the others after its
+        last W."""
+
+    def run(self) -> list[MicroBatchResult]:
+        """The results of all micro-batches, in order; empty where this rank has no loss."""
+        step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
+        for index, action in enumerate(self.actions):
+            for soon in self.actions[index : index + 1 + self.lookahead]:
+                self.messages.post(soon)
+            step[action.kind](action)
+        self.messages.finish()
+        return self.results
+
+    def _forward(self, action: Action) -> None:
+        work, chunk = self.work, self.work.chunks[action.chunk]
+        train = self.schedule.has_backward
+        received = self.messages.receive(action)
+        if received is not None and train:
+            received.requires_grad_()
+        set_input_tensor(chunk, received)
+        root: Any
+        with torch.set_grad_enabled(train):
+            output, loss_func = work.forward_step(work.iterators[action.chunk], chunk)
+            if self.schedule.stage(self.rank, action.chunk) == self.schedule.num_stages - 1:
+                root = self._loss(output, loss_func)
+            else:
+                self.messages.send(action, output)
+                root = get_gradient_edge(output) if output.requires_grad else None
+        set_input_tensor(chunk, None)
+        if train:
+            self._passed[action.chunk, action.microbatch] = _Passed(received, root, [])
+
+    def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
+        """Keeps the micro-batch's result; what to differentiate."""
+        if self.work.collect_non_loss_data:
+            kept = loss_func(output, non_loss_data=True)
+            self.results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
+            return None
+        loss, num_tokens, logged = split_loss(loss_func(output))
+        self.results.append(MicroBatchResult(num_tokens=num_tokens, logged=logged))
+        return loss if self.work.loss_transform is None else self.work.loss_transform(loss)
+
+    def _backward(self, action: Action) -> None:
+        key = action.chunk, action.microbatch
+        passed = self._passed[key] if self.schedule.splits_backward else self._passed.pop(key)
+        gradient = self.messages.receive(action)
+        if passed.root is not None:
+            with self._gradients_follow(action):
+                torch.autograd.backward([passed.root], [gradient])
+        if passed.received is not None:
+            received_gradient = passed.received.grad
+            if received_gradient is None:
+                received_gradient = torch.zeros_like(passed.received)
+            self.messages.send(action, received_gradient)
+        passed.received = passed.root = None
+
+    def _weight_gradients(self, action: Action) -> None:
+        with self._gradients_follow(action):
+            for compute in self._passed.pop((action.chunk, action.microbatch)).weight_gradients:
+                compute()
+
+    def _gradients_follow(self, action: Action) -> AbstractContextManager:
+        """Data-parallel sums may start with the gradients of the chunk's last micro-batch only."""
+        chunk = self.work.chunks[action.chunk]
+        return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model inside data-parallel and precision wrappers."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def set_input_tensor(chunk: nn.Module, tensor: Tensor | None) -> None:
+    """Hands a stage what the stage before it sent."""
+    model: Any = unwrapped(chunk)
+    if hasattr(model, "set_input_tensor"):
+        model.set_input_tensor(tensor)
+    elif tensor is not None:
+        raise ValueError(f"{type(model).__name__} is a later pipeline stage: it needs set_input_tensor(tensor)")

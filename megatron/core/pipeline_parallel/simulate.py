@@ -1,0 +1,147 @@
+"""Runs a schedule on paper: start and end of every action for given costs, so that it either ends or is shown to wait
+in a circle; from that, the bubble, the activations that are alive, and a timeline. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
+
+CostFunction = Callable[[int, Action], float]
+"""(stage, action) -> seconds."""
+
+
+class DeadlockError(AssertionError):
+    """A schedule in which ranks wait for each other in a circle; the message says who waits for what."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One executed action."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The outcome of a simulation."""
+
+    schedule: Schedule
+    events: tuple[tuple[Event, ...], ...]
+    """By rank, in order."""
+
+    @property
+    def duration(self) -> float:
+        return max((events[-1].end for events in self.events if events), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        """Seconds that a rank computes."""
+        return sum(event.end - event.start for event in self.events[rank])
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time in which they wait, from the first start to the last end."""
+        total = self.duration * self.schedule.num_ranks
+        return 1.0 - sum(self.busy(rank) for rank in range(self.schedule.num_ranks)) / total if total else 0.0
+
+
+def unit_costs(forward: float = 1.0, backward: float = 2.0, weight: float | None = None) -> CostFunction:
+    """The same cost on every stage. ``weight`` is the part of ``backward`` that W takes (default half)."""
+    share = backward / 2 if weight is None else weight
+
+    def cost(stage: int, action: Action) -> float:
+        return {"F": forward, "B": backward, "W": share}[action.kind]
+
+    def split(stage: int, action: Action) -> float:
+        return {"F": forward, "B": backward - share, "W": share}[action.kind]
+
+    return split if weight is not None else cost
+
+
+def simulate(schedule: Schedule, cost: CostFunction | None = None, *, latency: float = 0.0) -> Timeline:
+    """Every action starts once its rank is free and its input is there, ``latency`` seconds after it was computed.
+
+    Raises:
+        DeadlockError: if the schedule does not end.
+    """
+    if cost is None:
+        cost = unit_costs(weight=1.0) if schedule.splits_backward else unit_costs()
+    ends: dict[Place, float] = {}
+    events: list[list[Event]] = [[] for _ in schedule.actions]
+    position = [0] * schedule.num_ranks
+    clock = [0.0] * schedule.num_ranks
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                ready = _input_time(schedule, ends, rank, action, latency)
+                if ready is None:
+                    break
+                start = max(clock[rank], ready)
+                clock[rank] = start + cost(schedule.stage(rank, action.chunk), action)
+                ends[Place(rank, action)] = clock[rank]
+                events[rank].append(Event(rank, action, start, clock[rank]))
+                position[rank] += 1
+                progress = True
+    _check_end(schedule, position)
+    return Timeline(schedule, tuple(map(tuple, events)))
+
+
+def _input_time(
+    schedule: Schedule, ends: dict[Place, float], rank: int, action: Action, latency: float
+) -> float | None:
+    """When everything that ``action`` needs is there; None if that is not known yet."""
+    needs = []
+    if (source := schedule.source(rank, action)) is not None:
+        needs.append((source, latency if source.rank != rank else 0.0))
+    if action.kind != "F":
+        needs.append((Place(rank, action._replace(kind="F" if action.kind == "B" else "B")), 0.0))
+    times = [ends.get(place) for place, _ in needs]
+    if None in times:
+        return None
+    return max((time + delay for time, (_, delay) in zip(times, needs) if time is not None), default=0.0)
+
+
+def _check_end(schedule: Schedule, position: list[int]) -> None:
+    waiting = [
+        f"rank {rank} waits for the input of {'{}{}.{}'.format(*actions[at])}"
+        for rank, (actions, at) in enumerate(zip(schedule.actions, position)) if at < len(actions)
+    ]  # fmt: skip
+    if waiting:
+        raise DeadlockError(f"schedule {schedule.name!r} does not end: {'; '.join(waiting)}")
+
+
+def peak_activations(schedule: Schedule, *, weight: Callable[[int], float] = lambda stage: 1.0) -> list[float]:
+    """Per rank, the most (chunk, micro-batch) activations alive at once, ``weight(stage)`` each.
+
+    They are alive from F until B, or until W where weight gradients are split off (which still need the inputs).
+    """
+    last = "W" if schedule.splits_backward else "B"
+    peaks = []
+    for rank, actions in enumerate(schedule.actions):
+        alive = peak = 0.0
+        for action in actions:
+            size = weight(schedule.stage(rank, action.chunk))
+            alive += size if action.kind == "F" else -size if action.kind == last else 0.0
+            peak = max(peak, alive)
+        peaks.append(peak)
+    return peaks
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Every chunk runs every micro-batch exactly once, forward and, unless it only evaluates, backward."""
+    kinds = {action.kind for actions in schedule.actions for action in actions} | {"F"}
+    everything = {
+        Action(kind, chunk, m)  # type: ignore[arg-type]
+        for kind in kinds for chunk in range(schedule.num_chunks) for m in range(schedule.num_microbatches)
+    }  # fmt: skip
+    for rank, actions in enumerate(schedule.actions):
+        if len(actions) != len(everything) or set(actions) != everything:
+            raise AssertionError(f"schedule {schedule.name!r}: rank {rank} leaves out or repeats an action")
