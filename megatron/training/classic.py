@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.enums import ModelType
+from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.elsewhere import ELSEWHERE
@@ -89,7 +90,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
         iteration=0,
         consumed_train_samples=0,
         consumed_valid_samples=0,
-        virtual_pipeline_model_parallel_size=None,
+        virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
     )
     if tokenizer is not None:
         values["vocab_size"] = tokenizer.vocab_size

@@ -5,6 +5,7 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,7 +16,8 @@ from megatron.core.context_parallel import zigzag
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.placement import initialize_parameters
+from megatron.core.pipeline_layout import pipeline_stages
+from megatron.core.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.rng import DropoutStream
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -37,6 +39,8 @@ class GPTModel(MegatronModule):
     ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the
     padding takes part in nothing. Initial weights are functions of ``seed`` (``config.seed``) and their names; with
     ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
+    On a pipeline stage the model holds the layers that ``pipeline_layout`` gives to this rank and ``vp_stage`` (its
+    chunk of an interleaved schedule), or ``layer_range`` (global indices).
     The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
     """
 
@@ -63,12 +67,16 @@ class GPTModel(MegatronModule):
         seed: int | None = None,
         groups: ProcessGroups | None = None,
         layer_range: range | None = None,
+        vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
         if mtp_block_spec is not None:
             raise ValueError("mtp_block_spec: multi-token prediction is not available yet; leave it out")
         seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
+        self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
+        if layer_range is None:
+            layer_range = self._layers_of_this_stage(vocab_size, max_sequence_length)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -86,6 +94,17 @@ class GPTModel(MegatronModule):
             self._build(transformer_layer_spec, layer_range, position_embedding_type == "learned_absolute")
             if config.perform_initialization and not config.init_model_with_meta_device:
                 initialize_parameters(self, seed, self.groups)
+
+    def _layers_of_this_stage(self, vocab_size: int, seq_length: int) -> range:
+        """Global indices of the layers between ``pre_process`` and ``post_process`` on this pipeline rank."""
+        pp = self.groups.pp
+        stages = pipeline_stages(self.config, vocab_size=vocab_size, seq_length=seq_length)
+        if self.config.pipeline_model_parallel_size != pp.size:
+            raise ValueError(
+                f"config.pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}, but there are "
+                f"{pp.size} pipeline ranks: give both the same number, or layer_range"
+            )
+        return stages[pp.rank + (self.vp_stage or 0) * pp.size].layers
 
     def _build(
         self,
@@ -112,6 +131,15 @@ class GPTModel(MegatronModule):
                 tied_to="embedding.word_embeddings.weight" if tied else None,
                 divisible_by=self.divisible_by, groups=self.groups,
             )  # fmt: skip
+        self._tie_over_stages()
+
+    def _tie_over_stages(self) -> None:
+        """A tied weight that the first and the last stage each hold has a partial gradient on either."""
+        if self.share_embeddings_and_output_weights and self.pre_process != self.post_process:
+            weight = self.shared_embedding_or_output_weight()
+            assert weight is not None
+            spec: ParameterSpec = weight.spec  # type: ignore[attr-defined]
+            weight.spec = replace(spec, grad={**spec.grad, "embedding": Partial()})  # type: ignore[attr-defined]
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] of the previous pipeline stage, for the next ``forward``."""
