@@ -81,22 +81,28 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def start_distributed(cfg: PretrainConfig) -> None:
-    """torch.distributed over --distributed-backend, where torchrun started this process and nobody has yet."""
+def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> None:
+    """torch.distributed over --distributed-backend, where torchrun started this process and nobody has yet.
+
+    ``store`` connects the ranks; None: torch opens one from the environment.
+    """
     if dist.is_initialized() or "RANK" not in os.environ:
         return
     timeout = timedelta(minutes=cfg.distributed_timeout_minutes)
-    dist.init_process_group(cfg.distributed_backend, timeout=timeout)
+    rank, world_size = rank_from_environment(), world_size_from_environment()
+    if store is None:
+        rank = world_size = -1  # torch looks for itself
+    dist.init_process_group(cfg.distributed_backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
 
 
-def initialize_megatron(cfg: PretrainConfig) -> ProcessGroups:
+def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) -> ProcessGroups:
     """Devices, process groups and seeds for a resolved configuration; returns this rank's groups."""
     if cfg.deterministic_mode:
         make_deterministic()
     device = training_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    start_distributed(cfg)
+    start_distributed(cfg, store)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=cfg.tensor_model_parallel_size,
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,

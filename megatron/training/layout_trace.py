@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, from_spec, module_tensors
+from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, module_tensors
 from megatron.core.distributed.replicas import tensor_hash
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -93,7 +93,7 @@ def trace(
     update = parts.optimizer.step
 
     def noting_step() -> Any:
-        gradients[:] = [_copy(each) for each in gradient_shards(parts)]
+        gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
         return update()
 
     parts.optimizer.step = noting_step
@@ -109,17 +109,6 @@ def trace(
 
 def _copy(shard: ShardedTensor) -> ShardedTensor:
     return ShardedTensor(shard.name, shard.local.detach().clone(), shard.global_shape, shard.offsets)
-
-
-def gradient_shards(parts: Components) -> list[ShardedTensor]:
-    """This rank's reduced gradients as rectangles of global tensors."""
-    shards = []
-    for chunk in parts.checkpointer.chunks:
-        for name, parameter in chunk.named_parameters():
-            spec, main_grad = getattr(parameter, "spec", None), getattr(parameter, "main_grad", None)
-            if main_grad is not None:
-                shards.append(from_spec((spec and spec.tied_to) or name, main_grad, spec, parts.groups))
-    return shards
 
 
 def weight_shards(parts: Components) -> list[ShardedTensor]:

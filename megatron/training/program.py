@@ -39,6 +39,7 @@ from megatron.training.parallelize import build_model, parallelize, report_param
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Components, Trainer
+from megatron.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +63,14 @@ def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
             if rank_from_environment() == 0:
                 sys.stdout.write(dry_run_report(cfg))
             return 0
-        code = _run(cfg, make_task)
+        with Watchdog(cfg) as watchdog:
+            code = _run(cfg, make_task, watchdog)
+            watchdog.finish()
+            shut_down()
     except ConfigError as error:
         return _refuse(str(error), 2)
     except (ValueError, OSError, ArithmeticError) as error:
         return _refuse(f"{type(error).__name__}: {error}", 1)
-    shut_down()
     return code
 
 
@@ -81,12 +84,13 @@ def _refuse(message: str, code: int) -> int:
     return code
 
 
-def _run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
-    groups = initialize_megatron(cfg)
+def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int:
+    groups = initialize_megatron(cfg, watchdog.store)
     logger.info("%s", format_arguments(cfg))
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     with ExitConditions(cfg) as exits:
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
+        watchdog.watch(parts)
         info = run_info(cfg, parts)
         for hook in parts.hooks:
             hook.on_train_start(info)

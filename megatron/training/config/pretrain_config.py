@@ -24,6 +24,7 @@ from megatron.training.config.network import ModelConfig
 from megatron.training.config.precision import MixedPrecisionConfig
 from megatron.training.config.program import ProgramConfig
 from megatron.training.config.regularization import RegularizationConfig
+from megatron.training.config.self_checks import SelfCheckConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
@@ -47,6 +48,7 @@ GROUPS: tuple[type, ...] = (
     ValidationConfig,
     CheckpointConfig,
     LoggingConfig,
+    SelfCheckConfig,
     ProfilingConfig,
     ParallelismConfig,
     PipelineConfig,
@@ -77,6 +79,7 @@ class PretrainConfig(
     ValidationConfig,
     CheckpointConfig,
     LoggingConfig,
+    SelfCheckConfig,
     ProfilingConfig,
     ParallelismConfig,
     PipelineConfig,

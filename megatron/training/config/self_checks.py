@@ -1,0 +1,18 @@
+"""What a run checks about itself while it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(kw_only=True)
+class SelfCheckConfig:
+    """Self-checks"""
+
+    watchdog_timeout_seconds: float = 60.0
+    """Seconds without progress after which a rank counts as stuck: then every rank writes its Python stack and stops,
+    the first failing rank named first. Slow iterations, the first one and checkpoints get longer. 0: no watchdog."""
+
+    check_replicas: int | None = None
+    """Iterations between checks that every copy of a weight, on whatever ranks, has the same bits. When given, also
+    after the first 3 iterations and at every checkpoint."""

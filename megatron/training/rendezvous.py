@@ -1,0 +1,120 @@
+"""Where the ranks of a run meet: a TCP store, and a roll call that names who is missing.
+
+The launcher gives RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun's agent holds the store itself; otherwise
+rank 0 does. Every rank signs in with its host and process id before any process group is built, so that a rank that
+never arrives is named instead of ending in a collective's time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+REMIND_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in the run, as the launcher says it."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    agent_holds_store: bool
+    attempt: str
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """None without a launcher, or for a run of one rank. ``ValueError`` names a variable that makes no sense."""
+        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
+            return None
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not 0 <= rank < world_size:
+            raise ValueError(f"RANK {rank}: must lie in [0, {world_size}), as WORLD_SIZE is {world_size}")
+        if not os.environ.get("MASTER_PORT", "").isdigit():
+            raise ValueError("MASTER_PORT: is not set to a port number, though MASTER_ADDR is set")
+        return cls(
+            rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank signs in with."""
+
+    host: str
+    pid: int
+    world_size: int
+
+
+def open_store(place: Place, timeout: float) -> dist.Store:
+    """A connection of its own to the run's store; the first one on rank 0 holds the store where no agent does.
+
+    Raises:
+        OSError: nobody answers, or the port is in use; the message says who and what to do.
+    """
+    holds = place.rank == 0 and not place.agent_holds_store
+    try:
+        store = dist.TCPStore(
+            place.host, place.port, None, is_master=holds, timeout=timedelta(seconds=timeout), wait_for_workers=False,
+            multi_tenant=True,
+        )  # fmt: skip
+    except RuntimeError as error:
+        where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
+        if holds:
+            reason = str(error).splitlines()[0]
+            raise OSError(
+                f"{where}: rank 0 cannot listen there, another job may: choose another port ({reason})"
+            ) from None
+        missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
+        raise OSError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?") from None
+    return dist.PrefixStore(f"attempt-{place.attempt}", store)
+
+
+def roll_call(
+    store: dist.Store, place: Place, timeout: float, between: Callable[[], None] = lambda: None
+) -> list[Arrival]:
+    """Signs in and waits until every rank has; everyone's sign-in by rank.
+
+    ``between`` runs in each round of waiting.
+
+    Raises:
+        OSError: after ``timeout`` seconds, naming the ranks that are missing.
+        ValueError: a rank was started with another WORLD_SIZE.
+    """
+    mine = Arrival(socket.gethostname(), os.getpid(), place.world_size)
+    store.set(f"arrival/{place.rank}", json.dumps(asdict(mine)))
+    begin = reminded = time.monotonic()
+    missing = list(range(place.world_size))
+    while missing := [rank for rank in missing if not store.check([f"arrival/{rank}"])]:
+        between()
+        now = time.monotonic()
+        listed = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+        if now - begin > timeout:
+            raise OSError(
+                f"{len(missing)} of {place.world_size} ranks did not arrive within {timeout:g} s: {listed}. Look for"
+                " their errors, start all ranks, or raise --watchdog-timeout-seconds"
+            )
+        if now - reminded > REMIND_SECONDS:
+            reminded = now
+            logger.warning("waiting for %d of %d ranks: %s", len(missing), place.world_size, listed)
+        time.sleep(0.05)
+    arrivals = [Arrival(**json.loads(store.get(f"arrival/{rank}"))) for rank in range(place.world_size)]
+    odd = [rank for rank, each in enumerate(arrivals) if each.world_size != place.world_size]
+    if odd:
+        other = arrivals[odd[0]].world_size
+        raise ValueError(f"WORLD_SIZE is {place.world_size} on rank {place.rank} but {other} on rank {odd[0]}")
+    return arrivals
