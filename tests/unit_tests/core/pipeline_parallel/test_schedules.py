@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_parallel.schedules import split_loss
+from megatron.core.pipeline_parallel.results import split_loss
 
 
 def run(model, batches, returned, **options):

@@ -1,0 +1,149 @@
+"""Stage contents: every layer once, the slowest stage as fast as can be, the user's own layouts exactly."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.pipeline_layout import (
+    LayoutError,
+    balanced_counts,
+    output_layer_cost,
+    parse_layout,
+    pipeline_stages,
+    virtual_pipeline_size,
+)
+
+
+def shape(num_layers, ranks, **fields):
+    defaults = {
+        "num_layers": num_layers, "pipeline_model_parallel_size": ranks, "hidden_size": 64, "ffn_hidden_size": 256,
+        "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 16, "swiglu": False, "quick_geglu": False,
+        "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
+        "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
+        "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
+        "pipeline_model_parallel_layout": None,
+    }  # fmt: skip
+    return SimpleNamespace(**{**defaults, **fields})
+
+
+def counts(config, **sizes):
+    return [len(stage.layers) for stage in pipeline_stages(config, **sizes)]
+
+
+SPLITS = [
+    {}, {"num_virtual_stages_per_pipeline_rank": 2}, {"num_layers_per_virtual_pipeline_stage": 3},
+    {"decoder_first_pipeline_num_layers": 3}, {"decoder_last_pipeline_num_layers": 2},
+    {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 4},
+    {"account_for_embedding_in_pipeline_split": True}, {"account_for_loss_in_pipeline_split": True},
+    {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
+     "num_virtual_stages_per_pipeline_rank": 2},
+]  # fmt: skip
+
+
+@given(st.integers(1, 100), st.integers(1, 9), st.sampled_from(SPLITS), st.sampled_from([None, 1000, 200_000]))
+@settings(max_examples=300, deadline=None)
+def test_every_layer_is_on_exactly_one_stage(num_layers, ranks, split, vocab_size):
+    config = shape(num_layers, ranks, **split)
+    try:
+        stages = pipeline_stages(config, vocab_size=vocab_size, seq_length=128)
+    except ValueError as error:
+        assert "layers" in str(error)
+        return
+    assert len(stages) == ranks * virtual_pipeline_size(config)
+    assert list(itertools.chain(*(stage.layers for stage in stages))) == list(range(num_layers))
+    assert [stage.embedding for stage in stages] == [True] + [False] * (len(stages) - 1)
+    assert [stage.loss for stage in stages] == [False] * (len(stages) - 1) + [True]
+
+
+@pytest.mark.parametrize(("num_layers", "num_stages", "back"), [(30, 4, 0.0), (12, 4, 2.4), (9, 3, 1.5), (10, 5, 7.0)])
+def test_no_other_split_has_a_cheaper_slowest_stage(num_layers, num_stages, back):
+    def slowest(split):
+        return max(*split[:-1], split[-1] + back)
+
+    found = balanced_counts(num_layers, [1] * num_stages, 0.0, back)
+    cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+    splits = [[b - a for a, b in zip((0, *cut), (*cut, num_layers))] for cut in cuts]
+    assert slowest(found) == min(map(slowest, splits))
+
+
+def test_thirty_layers_on_four_ranks_are_thirty_layers():
+    assert sum(counts(shape(30, 4))) == 30
+    assert sum(counts(shape(80, 16, num_virtual_stages_per_pipeline_rank=4))) == 80
+
+
+def test_the_output_layer_weighs_as_much_as_the_layers_that_take_as_long():
+    """LLaMA-3-8B on four ranks: the last one has the loss, and about two and a half layers less."""
+    llama = shape(
+        32, 4, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, kv_channels=128,
+        swiglu=True,
+    )  # fmt: skip
+    assert 2.0 < output_layer_cost(llama, 128_256, 8192) < 2.5
+    assert counts(llama, vocab_size=128_256, seq_length=8192) == [8, 9, 9, 6]
+    assert counts(llama) == [8, 8, 8, 8]
+
+
+def test_counting_embedding_and_loss_as_layers_gives_the_usual_even_split():
+    both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    assert counts(shape(30, 4, **both), vocab_size=10**6, seq_length=8) == [7, 8, 8, 7]
+    assert counts(shape(6, 4, **both)) == [1, 2, 2, 1]
+    assert counts(shape(2, 4, **both)) == [0, 1, 1, 0]
+
+
+def test_given_ends_count_for_the_whole_rank():
+    ends = {"decoder_first_pipeline_num_layers": 2, "decoder_last_pipeline_num_layers": 4}
+    assert counts(shape(14, 4, **ends)) == [2, 4, 4, 4]
+    assert counts(shape(14, 4, num_virtual_stages_per_pipeline_rank=2, **ends)) == [1, 2, 2, 2, 1, 2, 2, 2]
+    with pytest.raises(ValueError, match="1 layers remain for 2 pipeline ranks"):
+        counts(shape(7, 4, **ends))
+    with pytest.raises(ValueError, match="1 layers remain for 0 pipeline ranks"):
+        counts(shape(7, 2, **ends))
+
+
+def test_layout_strings_say_exactly_what_every_stage_holds():
+    stages = parse_layout("Et*3|(tt|)*29,m|L")
+    assert len(stages) == 32
+    assert [len(stage.layers) for stage in stages] == [3, *[2] * 29, 0, 0]
+    assert stages[0].embedding and stages[-1].loss and stages[30].num_mtp == 1
+    assert [str(stage) for stage in (stages[0], stages[1], stages[-1])] == [
+        "embedding + layers 1-3", "layers 4-5", "loss",
+    ]  # fmt: skip
+    nested = parse_layout("E | ((t)*2|)*2 t L")
+    assert [len(stage.layers) for stage in nested] == [0, 2, 2, 1]
+    assert str(parse_layout("Et||tL")[1]) == "nothing"
+    config = shape(5, 2, pipeline_model_parallel_layout="E|((t)*2|)*2tL")
+    assert virtual_pipeline_size(config) == 2 and counts(config) == [0, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("EEt|L", "there is a second E at position 2"),
+        ("tE|L", "E must be the first entry: at position 2"),
+        ("Et|LL", "there is a second L at position 5"),
+        ("EtL|t", "'t' comes after L, the last entry, at position 5"),
+        ("Et|mtL", "'t' comes after m at position 5"),
+        ("Et|tx|L", "'x' means nothing; E, t, m, L, | and parentheses do at position 5"),
+        ("Et|(tt|L", "a parenthesis is not closed at position 9"),
+        ("Et*|L", "a number must follow * at position 4"),
+        ("Et|t", "has no L"),
+        ("t|L", "has no E"),
+        ("|Et|L", "E belongs to the first stage"),
+        ("Et|L|", "L to the last"),
+        ("Et*999999|L", "more than 100000 entries at position 2"),
+        ("", "has no E"),
+    ],
+)
+def test_a_wrong_layout_string_is_located(text, message):
+    with pytest.raises(LayoutError) as error:
+        parse_layout(text)
+    assert message in str(error.value)
+
+
+def test_a_layout_that_does_not_fit_the_model_is_refused():
+    with pytest.raises(ValueError, match="3 stages, not a multiple of 2"):
+        pipeline_stages(shape(2, 2, pipeline_model_parallel_layout="Et|t|L"))
+    with pytest.raises(ValueError, match="2 layers, the model 3"):
+        pipeline_stages(shape(3, 3, pipeline_model_parallel_layout="Et|t|L"))
