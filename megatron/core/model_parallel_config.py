@@ -61,6 +61,9 @@ class ParallelismConfig:
     tp_comm_overlap_cfg: str | None = None
     """YAML file that tunes --tp-comm-overlap per operation."""
 
+    gradient_accumulation_fusion: bool = True
+    """Do not let weight-gradient products add into the main gradient themselves."""
+
     overlap_moe_expert_parallel_comm: bool = False
     """Hide the token exchange between expert-parallel ranks behind another micro-batch's computation."""
 

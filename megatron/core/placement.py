@@ -129,10 +129,9 @@ def parameter(
     ``partial`` the axes over which gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape
     with padding. It stands on torch's default device, which ``with torch.device(...)`` sets.
     """
-    part = shape if isinstance(shape, Part) else None
-    whole = shape if part is None else part.shape
-    assert isinstance(whole, tuple) and (part is None or stored is None)
-    stored = stored or (whole if part is None else part.lengths)
+    part, whole = (shape, shape.shape) if isinstance(shape, Part) else (None, shape)
+    if stored is None:
+        stored = whole if part is None else part.lengths
     mesh: dict[str, Placement | Nested] = {} if tp is None or isinstance(tp, Replicate) else {"tp": tp}
     grad = dict.fromkeys(partial, Partial())
     spec = ParameterSpec(whole, init, mesh, grad, len(whole) if ndim is None else ndim, stored, part)

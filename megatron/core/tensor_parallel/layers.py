@@ -4,7 +4,11 @@
     row:    Y = sum_i X_i A_i + b   weight (out, in) split along in; the output is summed over the group
 
 Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer gathers
-them, a row layer sums and scatters. On a group of one rank both are plain linear layers.
+them, a row layer sums and scatters. On a group of one rank both are plain linear layers. The products themselves, what
+overlaps with them and where weight gradients go: ``linear.py``.
+
+Every layer with a product has the attribute ``weight_gradient_store``: None, or where a pipeline runtime wants weight
+gradients to wait (``linear.WeightGradientStore``).
 
 Legend: s sequence, b batch, h hidden.
 """
@@ -21,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -30,6 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.overlap import overlap_is_supported
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 if TYPE_CHECKING:
@@ -53,6 +59,15 @@ class StackedSize(NamedTuple):
         return self.shared > 0 and self.shape[0] < num_ranks
 
 
+def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
+    """How a layer multiplies: what the layer chose, and what the configuration adds."""
+    return LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion, **chosen)
+
+
+def _overlaps(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
+    return config.tp_comm_overlap and _sequence_parallel(config, groups) and overlap_is_supported(groups.tp)
+
+
 def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
     return config.sequence_parallel and groups.tp.size > 1
 
@@ -61,10 +76,12 @@ class ColumnParallelLinear(nn.Module):
     """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
 
     ``output_size`` is the whole, unsplit size. Input [..., input_size] is the same on all ranks (its sequence split
-    under sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``. Of a stacked size whose
-    blocks are fewer than the ranks, the rows that several ranks hold are parameters of their own: ``shared_weight`` and
+    under sequence parallelism); output is [..., output_size / tp], whole with ``gather_output``. Of a stacked size with
+    fewer blocks than ranks, the rows that several ranks hold are parameters of their own: ``shared_weight`` and
     ``shared_bias``, parts of the global ``weight`` and ``bias``, and come last in a rank's output.
     """
+
+    weight_gradient_store: WeightGradientStore | None = None
 
     def __init__(
         self,
@@ -84,22 +101,40 @@ class ColumnParallelLinear(nn.Module):
         placed = {"groups": groups, "dtype": config.params_dtype}
         make = _shared_rows if size.is_shared_over(groups.tp.size) else _split_rows
         self.weight, self.shared_weight = make(size, (input_size,), "weight", init=init_method, **placed)
-        self.bias, self.shared_bias = make(size, (), "bias", init=Zeros(), **placed) if bias else (None, None)
+        self.bias: nn.Parameter | None = None
+        self.shared_bias: nn.Parameter | None = None
+        if bias:
+            self.bias, self.shared_bias = make(size, (), "bias", init=Zeros(), **placed)
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         if self.shared_weight is not None and (gather_output or skip_bias_add):
             raise ValueError("rows that several ranks hold exclude gather_output and skip_bias_add")
-        self._enter = copy_to_tensor_model_parallel_region
-        if _sequence_parallel(config, groups):
+        gathers = _sequence_parallel(config, groups)
+        self._traits = _traits(
+            config, groups, gather_input=gathers, reduce_input_gradient=not gathers, overlap=_overlaps(config, groups)
+        )
+        self._multiply = self._whole
+        if self.shared_weight is not None:
+            self._multiply = self._with_shared_rows
+            self._traits = _traits(config, groups)
+        self._enter: Callable = copy_to_tensor_model_parallel_region
+        if gathers:
             self._enter = gather_from_sequence_parallel_region
         self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        entered = self._enter(x, self.group)
-        output = F.linear(entered, self.weight, fused_bias)
-        if self.shared_weight is not None:
-            output = torch.cat((output, F.linear(entered, self.shared_weight, self.shared_bias)), dim=-1)
-        return self._leave(output, self.group), returned_bias
+        return self._leave(self._multiply(x, fused_bias), self.group), returned_bias
+
+    def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return parallel_linear(x, self.weight, bias, self._traits, self.weight_gradient_store)
+
+    def _with_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Two products of one input, which is gathered, and its gradient summed, once and without overlap."""
+        assert self.shared_weight is not None
+        entered, store = self._enter(x, self.group), self.weight_gradient_store
+        own = parallel_linear(entered, self.weight, bias, self._traits, store)
+        shared = parallel_linear(entered, self.shared_weight, self.shared_bias, self._traits, store)
+        return torch.cat((own, shared), dim=-1)
 
 
 def _split_rows(
@@ -140,6 +175,8 @@ class RowParallelLinear(nn.Module):
     the same on all ranks, its sequence split under sequence parallelism.
     """
 
+    weight_gradient_store: WeightGradientStore | None = None
+
     def __init__(
         self,
         input_size: int,
@@ -165,14 +202,18 @@ class RowParallelLinear(nn.Module):
         self._enter: Callable = scatter_to_tensor_model_parallel_region
         if input_is_parallel:
             self._enter = identity
+        overlaps = _overlaps(config, groups)
+        self._traits = _traits(config, groups, scatter_output=overlaps, overlap=overlaps)
         self._leave: Callable = reduce_from_tensor_model_parallel_region
         if sequence_parallel:
-            self._leave = reduce_scatter_to_sequence_parallel_region
+            self._leave = identity if overlaps else reduce_scatter_to_sequence_parallel_region
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._bias_is_fused:
-            return F.linear(x, self.weight, self.bias), None
-        output = self._leave(F.linear(self._enter(x, self.group), self.weight), self.group)
+            return parallel_linear(x, self.weight, self.bias, self._traits, self.weight_gradient_store), None
+        entered = self._enter(x, self.group)
+        product = parallel_linear(entered, self.weight, None, self._traits, self.weight_gradient_store)
+        output = self._leave(product, self.group)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
@@ -228,6 +269,8 @@ class VocabParallelOutput(nn.Module):
     never looks at them.
     """
 
+    weight_gradient_store: WeightGradientStore | None = None
+
     def __init__(
         self,
         hidden_size: int,
@@ -252,11 +295,13 @@ class VocabParallelOutput(nn.Module):
                 dtype=config.params_dtype,
             )  # fmt: skip
             self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
-        self._enter = copy_to_tensor_model_parallel_region
-        if _sequence_parallel(config, groups):
-            self._enter = gather_from_sequence_parallel_region
+        gathers = _sequence_parallel(config, groups)
+        self._traits = _traits(
+            config, groups, gather_input=gathers, reduce_input_gradient=not gathers, overlap=_overlaps(config, groups),
+            weight_has_other_uses=weight_is_shared,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
         assert weight is not None, "a shared output layer is called with the embedding's weight"
-        return F.linear(self._enter(x, self.group), weight)
+        return parallel_linear(x, weight, None, self._traits, self.weight_gradient_store)

@@ -97,9 +97,6 @@ class NetworkSizeConfig:
     no_persist_layer_norm: bool = False
     """Do not use persistent LayerNorm kernels."""
 
-    gradient_accumulation_fusion: bool = True
-    """Do not let weight-gradient products add into the main gradient themselves."""
-
     calculate_per_token_loss: bool = False
     """Normalise by the number of valid tokens of the global batch. Here that is always the rule, whatever the layout;
     the flag is accepted for the sake of existing scripts."""

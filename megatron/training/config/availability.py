@@ -38,7 +38,6 @@ _BERT_T5 = "the BERT and T5 models are"
 NOT_YET: dict[str, NotYet] = {
     "expert_model_parallel_size": _beyond_one("expert parallelism is"),
     "expert_tensor_parallel_size": _beyond_one("expert parallelism is"),
-    **_each("overlapping tensor-parallel communication is", "tp_comm_overlap tp_comm_overlap_cfg"),
     **_each("expert parallelism is", "overlap_moe_expert_parallel_comm"),
     **_each(
         "choosing the precision of optimizer state is",
@@ -110,6 +109,7 @@ NOT_YET: dict[str, NotYet] = {
 """By field name. A field that is not here is available."""
 
 NO_EFFECT: dict[str, str] = {
+    "tp_comm_overlap_cfg": "there is one piece per rank, and nothing to tune",
     "calculate_per_token_loss": "the loss is always normalised by the tokens of the global batch",
     "use_cpu_initialization": "initial weights are the same on every device layout",
     "create_attention_mask_in_dataloader": "the loader never builds dense masks",
@@ -127,7 +127,6 @@ NO_EFFECT: dict[str, str] = {
     "trust_remote_code": "code that comes with a tokenizer is never run",
     "enable_one_logger": "there is no such service",
     "no_persist_layer_norm": "one normalization serves all sizes",
-    "gradient_accumulation_fusion": "a fusion never changes results",
     "masked_softmax_fusion": "a fusion never changes results",
     "bias_swiglu_fusion": "a fusion never changes results",
     "bias_dropout_fusion": "a fusion never changes results",

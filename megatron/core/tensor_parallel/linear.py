@@ -1,0 +1,184 @@
+"""The matrix product of every linear layer, with a backward pass that overlaps and accumulates.
+
+    Y = X W^T + b        dX = dY W        dW = dY^T X        db = sum dY
+
+*Input gradient*: where X is the same on all ranks of the group, dX is a partial sum. Its all-reduce runs while dW is
+computed. Under sequence parallelism X is gathered in forward, only this rank's positions are kept, and backward gathers
+them again behind the product dX, whose reduce-scatter runs behind dW (Korthikanti et al. 2022, section 4.2.2).
+
+*Weight gradient*: a parameter with ``main_grad`` (see ``core/distributed``) gets dW added to that, in its dtype, by the
+product itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. The parameter is then marked
+``grad_added_to_main_grad``, and what autograd gets is memory without meaning that only makes its hooks run. A weight
+that is used elsewhere too must therefore say so (``weight_has_other_uses``).
+
+*Deferred weight gradient*: with a ``WeightGradientStore`` backward computes dX alone and hands dW over as a closure.
+Autograd then does not see the weight at all: it would run the weight's hooks, which announce a complete gradient, even
+for an input that gets none.
+
+Legend: s sequence, b batch, t tokens (s * b), o output features, i input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.process_groups import SINGLE_PROCESS, Group
+from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
+from megatron.core.tensor_parallel.overlap import all_gather_then_multiply, multiply_then_reduce_scatter
+
+
+class WeightGradientStore:
+    """Weight gradients that backward passes put off, for a pipeline schedule that computes them in waiting time.
+
+    The runtime sets one as the attribute ``weight_gradient_store`` of linear layers before the forward pass. After the
+    input-gradient part of a micro-batch it calls :meth:`take`; each closure of the list, called later and once, in
+    order, completes the gradient of one weight exactly as backward would have: into ``main_grad`` (or ``grad``), then
+    the parameter's post-accumulate-gradient hooks run. All ranks of a tensor-parallel group must call them in the same
+    order, since under sequence parallelism a closure gathers its input.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Callable[[], None]] = []
+
+    def put(self, compute: Callable[[], None]) -> None:
+        """Called by backward."""
+        self._waiting.append(compute)
+
+    def take(self) -> list[Callable[[], None]]:
+        """The closures since the last call; the store is empty afterwards."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+
+class LinearTraits(NamedTuple):
+    """What a layer chose once."""
+
+    group: Group = SINGLE_PROCESS.tp
+    gather_input: bool = False
+    """X holds this rank's positions (first dim) of what the product takes."""
+    reduce_input_gradient: bool = False
+    """X is the same on all ranks, each of which computes a partial sum of dX."""
+    scatter_output: bool = False
+    """Y is a partial sum; each rank gets the sum of its positions. Only with ``overlap``: others call an operator."""
+    fuse_weight_gradient: bool = True
+    weight_has_other_uses: bool = False
+    """The weight appears elsewhere in the graph; its gradient from here goes to ``main_grad`` without further sign."""
+    overlap: bool = False
+    """Cut gathers and scatters into pieces that travel behind the products of other pieces."""
+
+
+class _Hidden(NamedTuple):
+    """A weight that autograd does not see."""
+
+    weight: Tensor
+
+
+def parallel_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: WeightGradientStore | None = None
+) -> Tensor:
+    """``x`` [..., i] times ``weight`` [o, i] plus ``bias`` [o]."""
+    if store is None or traits.weight_has_other_uses or not (x.requires_grad and weight.requires_grad):
+        return _ParallelLinear.apply(x, weight, bias, traits, None)
+    return _ParallelLinear.apply(x, _Hidden(weight), bias, traits, store)
+
+
+class _ParallelLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | _Hidden, bias: Tensor | None, traits: LinearTraits,
+        store: WeightGradientStore | None,
+    ) -> Tensor:  # fmt: skip
+        weight = weight.weight if isinstance(weight, _Hidden) else weight
+        ctx.save_for_backward(x, weight)
+        ctx.traits, ctx.store = traits, store
+        if traits.overlap and traits.gather_input:
+            return all_gather_then_multiply(x, weight.t(), bias, traits.group)[0]
+        if traits.overlap and traits.scatter_output:
+            return multiply_then_reduce_scatter(x, weight.t(), traits.group)
+        return F.linear(all_gather_along_first_dim(x, traits.group) if traits.gather_input else x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        traits, store = ctx.traits, ctx.store
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = whole_x = grad_weight = None
+        wait_for_x: Callable[[], object] = _nothing
+        wait_for_sum: Callable[[], object] = _nothing
+        if traits.gather_input and needs_weight:
+            whole_x, wait_for_x = _start_all_gather(x, traits.group)
+        if traits.scatter_output:
+            grad_x, grad = all_gather_then_multiply(grad.contiguous(), weight, None, traits.group)
+        elif needs_x:
+            grad_x, wait_for_sum = _start_input_gradient(grad, weight, traits)
+        if store is not None:
+            store.put(lambda: _complete(weight, grad, x, traits))
+        elif needs_weight:
+            wait_for_x()
+            grad_weight = _weight_gradient(weight, grad, x if whole_x is None else whole_x, traits)
+        grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
+        wait_for_sum()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _nothing() -> None:
+    """What there is to wait for without a collective."""
+
+
+def _start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
+    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    work = dist.all_gather_into_tensor(whole, x.contiguous(), group=group.handle, async_op=True)
+    return whole, work.wait
+
+
+def _start_input_gradient(grad: Tensor, weight: Tensor, traits: LinearTraits) -> tuple[Tensor, Callable[[], object]]:
+    """dX, complete once the returned function was called."""
+    grad_x = grad.matmul(weight)
+    if traits.gather_input:
+        part = grad_x.new_empty((grad_x.shape[0] // traits.group.size, *grad_x.shape[1:]))
+        work = dist.reduce_scatter_tensor(part, grad_x, group=traits.group.handle, async_op=True)
+        return part, lambda: (work.wait(), grad_x)  # the input must outlive the collective
+    if traits.reduce_input_gradient and traits.group.size > 1:
+        return grad_x, dist.all_reduce(grad_x, group=traits.group.handle, async_op=True).wait
+    return grad_x, _nothing
+
+
+def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
+    """dW, or what stands for it once it is in ``main_grad``."""
+    grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    main_grad = getattr(weight, "main_grad", None) if traits.fuse_weight_gradient else None
+    if main_grad is None:
+        return grad_to.t().matmul(x_ti)
+    accumulate_product(main_grad, grad_to.t(), x_ti)
+    if traits.weight_has_other_uses:
+        return None  # the other uses' gradient arrives as usual, after this
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return torch.empty_like(weight)
+
+
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` in the dtype of ``total``, without rounding the product to that of its factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+@torch.no_grad()
+def _complete(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> None:
+    """The deferred part of a backward pass."""
+    whole_x = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
+    weight.backward(_weight_gradient(weight, grad, whole_x, traits))  # accumulates and runs the weight's hooks
