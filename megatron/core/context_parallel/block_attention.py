@@ -4,17 +4,16 @@
 
 Accumulators are fp32 (fp64 for fp64 inputs) and as large as the local queries, keys and values.
 
-Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim.
+Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim; t tokens of packed documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from megatron.core.context_parallel.kernels import BlockKernel, WeightDropout
+from megatron.core.context_parallel.kernels import BlockKernel, FusedBlocks, WeightDropout
+from megatron.core.context_parallel.packing import Segments, group_tiles, segments
 from megatron.core.context_parallel.tiles import Tile
 
 
@@ -22,9 +21,14 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def heads_first(x: Tensor) -> Tensor:
-    """[s, b, a, d] -> a view [b, a, s, d]."""
-    return x.permute(1, 2, 0, 3)
+def _heads_first(x: Tensor) -> Tensor:
+    """[s, b, a, ...] -> a view [b, a, s, ...]."""
+    return x.movedim(0, 2)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[s, b, a, ...] -> [s * b, a, ...], a view of contiguous tensors."""
+    return x.flatten(0, 1)
 
 
 def _rows(tile: Tile) -> slice:
@@ -32,35 +36,58 @@ def _rows(tile: Tile) -> slice:
 
 
 def _at_queries(x: Tensor, tile: Tile) -> Tensor:
-    return x[_rows(tile), :, tile.query : tile.query + tile.num_queries]
+    return _heads_first(x)[_rows(tile), :, tile.query : tile.query + tile.num_queries]
 
 
 def _at_keys(x: Tensor, tile: Tile) -> Tensor:
-    return x[_rows(tile), :, tile.key : tile.key + tile.num_keys]
+    return _heads_first(x)[_rows(tile), :, tile.key : tile.key + tile.num_keys]
+
+
+def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: BlockKernel) -> tuple[tuple[Tile, ...], list[Segments]]:
+    """Tiles for single calls, and documents for calls of a kernel that takes many of them."""
+    if not kernel.packs_documents or not tiles or tiles[0].row is None:
+        return tiles, []
+    return (), [segments(group, x.shape[1], x.device) for group in group_tiles(tiles)]
 
 
 class OnlineSoftmax:
     """Attention of local queries [s, b, a, d], block of keys after block of keys."""
 
     def __init__(self, query: Tensor, kernel: BlockKernel, dropout: WeightDropout | None = None) -> None:
-        self.kernel, self.dropout = kernel, dropout
-        self.query = heads_first(query)
+        self.query, self.kernel, self.dropout = query, kernel, dropout
         dtype = accumulator_dtype(query.dtype)
         self.out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-        self.lse = torch.full(self.query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+        self.lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
 
-    def add_block(self, key: Tensor, value: Tensor, tiles: Iterable[Tile]) -> None:
+    def add_block(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
         """Keys and values [s, b, g, d] of one block, and where they are visible."""
-        key, value, total = heads_first(key), heads_first(value), heads_first(self.out)
-        for tile in tiles:
+        single, packed = _apart(tiles, self.query, self.kernel)
+        for tile in single:
             out, lse = self.kernel.forward(
                 _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile, self.dropout
             )
-            out_so_far, lse_so_far = _at_queries(total, tile), _at_queries(self.lse, tile)
-            # the share of the new block: exp(lse) / (exp(lse) + exp(lse_so_far)), 1 where nothing came before
-            share = torch.sigmoid(lse - lse_so_far).unsqueeze(-1)
-            out_so_far.lerp_(out.to(total.dtype), share)
-            lse_so_far.copy_(torch.logaddexp(lse_so_far, lse))
+            merge_(_at_queries(self.out, tile), _at_queries(self.lse, tile), out, lse)
+        for at in packed:
+            self._add_packed(key, value, at)
+
+    def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:
+        assert isinstance(self.kernel, FusedBlocks)
+        query = _tokens(self.query).index_select(0, at.query_index)
+        key, value = (_tokens(x).index_select(0, at.key_index) for x in (key, value))
+        out, lse = self.kernel.forward_packed(query, key, value, at)
+        total, total_lse = _tokens(self.out), _tokens(self.lse)
+        merged, merged_lse = total.index_select(0, at.query_index), total_lse.index_select(0, at.query_index)
+        merge_(merged, merged_lse, out, lse)
+        total.index_copy_(0, at.query_index, merged)
+        total_lse.index_copy_(0, at.query_index, merged_lse)
+
+
+def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """``out`` [..., d] and ``lse`` [...] over the keys so far become those over the new block's keys as well."""
+    # the share of the new block, exp(block_lse) / (exp(block_lse) + exp(lse)): 1 where nothing came before
+    share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    out.lerp_(block_out.to(out.dtype), share)
+    lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 class BlockGradients:
@@ -70,20 +97,34 @@ class BlockGradients:
         self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: BlockKernel,
         dropout: WeightDropout | None = None
     ) -> None:  # fmt: skip
-        self.kernel, self.dropout, self.lse = kernel, dropout, lse
-        self.grad_out, self.query, self.out = heads_first(grad), heads_first(query), heads_first(out)
+        self.kernel, self.dropout = kernel, dropout
+        self.grad_out, self.query, self.out, self.lse = grad, query, out, lse
         self.grad_query = torch.zeros(query.shape, dtype=accumulator_dtype(query.dtype), device=query.device)
 
-    def add_block(self, keys_values: Tensor, tiles: Iterable[Tile], grad_keys_values: Tensor) -> None:
+    def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], grad_keys_values: Tensor) -> None:
         """Add a block's gradients to ``grad_keys_values`` [2, s, b, g, d]; ``keys_values`` is as large."""
-        key, value = (heads_first(x) for x in keys_values)
-        grad_key, grad_value = (heads_first(x) for x in grad_keys_values)
-        grad_query = heads_first(self.grad_query)
-        for tile in tiles:
+        (key, value), (grad_key, grad_value) = keys_values, grad_keys_values
+        single, packed = _apart(tiles, self.query, self.kernel)
+        for tile in single:
+            at_queries = [_at_queries(x, tile) for x in (self.grad_out, self.query, self.out, self.lse)]
             parts = self.kernel.backward(
-                _at_queries(self.grad_out, tile), _at_queries(self.query, tile), _at_keys(key, tile),
-                _at_keys(value, tile), _at_queries(self.out, tile), _at_queries(self.lse, tile), tile, self.dropout,
+                at_queries[0], at_queries[1], _at_keys(key, tile), _at_keys(value, tile), at_queries[2], at_queries[3],
+                tile, self.dropout,
             )  # fmt: skip
-            _at_queries(grad_query, tile).add_(parts[0])
+            _at_queries(self.grad_query, tile).add_(parts[0])
             _at_keys(grad_key, tile).add_(parts[1])
             _at_keys(grad_value, tile).add_(parts[2])
+        for at in packed:
+            self._add_packed(keys_values, at, grad_keys_values)
+
+    def _add_packed(self, keys_values: Tensor, at: Segments, grad_keys_values: Tensor) -> None:
+        assert isinstance(self.kernel, FusedBlocks)
+        grad, query, out, lse = (
+            _tokens(x).index_select(0, at.query_index) for x in (self.grad_out, self.query, self.out, self.lse)
+        )
+        key, value = (_tokens(x).index_select(0, at.key_index) for x in keys_values)
+        parts = self.kernel.backward_packed(grad, query, key, value, out, lse, at)
+        totals = (self.grad_query, at.query_index), *((x, at.key_index) for x in grad_keys_values)
+        for (total, index), part in zip(totals, parts, strict=True):
+            tokens = _tokens(total)
+            tokens[index] = tokens[index] + part  # no index is in it twice

@@ -10,16 +10,19 @@ Legend: b batch, a query heads, g key/value groups, q queries, k keys, d head di
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel.packing import Segments, kernel_window
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.rng import DropoutStream
 
 aten = torch.ops.aten
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class WeightDropout:
 class BlockwiseTorch:
     """Separate torch operations in fp32 (fp64 for fp64 inputs)."""
 
-    supports_dropout = True
+    packs_documents = False
 
     def __init__(self, scale: float) -> None:
         self.scale = scale
@@ -112,13 +115,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class FusedBlocks:
-    """cuDNN's kernels for tiles without a mask or with a causal square, flash kernels (FlashAttention 2) for bands.
+    """cuDNN's kernels for tiles without a mask or with a causal square, flash kernels (FlashAttention 2) for bands and,
+    many at once, for documents.
 
     16-bit inputs on a GPU. ``preferred`` "flash" uses flash kernels for everything. Dropout is not supported: its masks
     would depend on the kernel.
     """
 
-    supports_dropout = False
+    packs_documents = True
 
     def __init__(self, scale: float, preferred: Literal["cudnn", "flash"] = "cudnn") -> None:
         self.scale, self.preferred = scale, preferred
@@ -137,10 +141,7 @@ class FusedBlocks:
             )[:2]
             return out, lse.reshape(lse.shape[:3])
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        out, lse = aten._flash_attention_forward(
-            query, key, value, None, None, tile.num_queries, tile.num_keys, 0.0, False, False, scale=self.scale,
-            **_flash_window(tile),
-        )[:2]  # fmt: skip
+        out, lse = self._flash(query, key, value, (None, None, tile.num_queries, tile.num_keys), kernel_window(tile))
         return out.transpose(1, 2), lse
 
     def backward(
@@ -149,36 +150,58 @@ class FusedBlocks:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """As :meth:`BlockwiseTorch.backward`; gradients in the inputs' dtype."""
         lse = lse.contiguous()  # the kernels do not look at its strides
-        state = torch.zeros(2, dtype=torch.int64, device=query.device)  # of a random generator that is not used
         if self._takes_cudnn(tile):
+            unused = torch.zeros((), dtype=torch.int64, device=query.device)
             return aten._scaled_dot_product_cudnn_attention_backward(
-                grad, query, key, value, out, lse.unsqueeze(-1), state[0], state[1], None, None, None,
+                grad, query, key, value, out, lse.unsqueeze(-1), unused, unused, None, None, None,
                 tile.num_queries, tile.num_keys, 0.0, not tile.is_full, scale=self.scale,
             )  # fmt: skip
-        grad, query, key, value, out = (x.transpose(1, 2) for x in (grad, query, key, value, out))
-        grads = aten._flash_attention_backward(
-            grad.contiguous(), query, key, value, out.contiguous(), lse, None, None, tile.num_queries, tile.num_keys,
-            0.0, False, state.view(torch.uint64), state.view(torch.uint64), scale=self.scale, **_flash_window(tile),
+        tensors = [x.transpose(1, 2) for x in (grad, query, key, value, out)]
+        shape = None, None, tile.num_queries, tile.num_keys
+        grads = self._flash_backward(tensors, lse, shape, kernel_window(tile))
+        return grads[0].transpose(1, 2), grads[1].transpose(1, 2), grads[2].transpose(1, 2)
+
+    def forward_packed(self, query: Tensor, key: Tensor, value: Tensor, at: Segments) -> tuple[Tensor, Tensor]:
+        """query [t, a, d], key and value [u, g, d], one segment after the other -> out [t, a, d], lse [t, a]."""
+        shape = at.query_bounds, at.key_bounds, at.longest_query, at.longest_key
+        out, lse = self._flash(query, key, value, shape, at.window)
+        return out, lse.t()
+
+    def backward_packed(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, at: Segments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value, in their shapes."""
+        shape = at.query_bounds, at.key_bounds, at.longest_query, at.longest_key
+        return self._flash_backward([grad, query, key, value, out], lse.t().contiguous(), shape, at.window)
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: tuple[int, int]) -> tuple:
+        """[b, q, a, d] or packed [t, a, d]; ``shape`` are the boundaries (or None) and the longest segments."""
+        return aten._flash_attention_forward(
+            query, key, value, *shape, 0.0, False, False, scale=self.scale,
+            window_size_left=window[0], window_size_right=window[1],
+        )[:2]  # fmt: skip
+
+    def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: tuple[int, int]) -> tuple:
+        grad, query, key, value, out = tensors
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        return aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out.contiguous(), lse, *shape, 0.0, False, random_state,
+            lse.new_empty(0), scale=self.scale, window_size_left=window[0], window_size_right=window[1],
         )  # fmt: skip
-        return tuple(x.transpose(1, 2) for x in grads)  # type: ignore[return-value]
-
-
-def _flash_window(tile: Tile) -> dict[str, int]:
-    """Flash kernels count a band from the lower right corner; -1 is no limit."""
-    shift = tile.num_keys - tile.num_queries
-    left = -1 if tile.left is None else tile.left + shift
-    right = -1 if tile.right is None else tile.right - shift
-    return {"window_size_left": left, "window_size_right": right}
 
 
 BlockKernel = BlockwiseTorch | FusedBlocks
 
 
-def make_block_kernel(scale: float, backend: str, dtype: torch.dtype, dropout_rate: float) -> BlockKernel:
-    """Fused kernels for 16-bit types where there is a GPU, unless the backend is ``unfused`` or ``local``."""
+def make_block_kernel(
+    scale: float, backend: str, dtype: torch.dtype, *, channels: int, dropout_rate: float
+) -> BlockKernel:
+    """Fused kernels for 16-bit types where there is a GPU, unless the backend is ``unfused`` or ``local``, weights are
+    dropped or the kernels do not take heads of so many channels."""
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     if backend in ("unfused", "local") or dropout_rate or not sixteen_bit or not torch.cuda.is_available():
         return BlockwiseTorch(scale)
-    return FusedBlocks(scale, "flash" if backend == "flash" else "cudnn")
-
-
+    if channels % 8 or channels > 256:
+        logger.warning("context parallelism: no fused kernel takes %d channels per head; using plain torch", channels)
+        return BlockwiseTorch(scale)
+    return FusedBlocks(scale, "flash" if backend == "flash" or channels > 128 else "cudnn")

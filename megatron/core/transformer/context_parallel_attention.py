@@ -95,8 +95,11 @@ def make_context_parallel_attention(
     ``whole_sequence_core`` serves all-to-all where nothing but its speed is asked for; None: the reference does.
     """
     kind = comm_type_of_layer(config.cp_comm_type, layer_number)
-    kernel = make_block_kernel(scale, config.attention_backend, config.params_dtype, config.attention_dropout)
-    assert config.num_attention_heads is not None and config.num_query_groups is not None
+    assert config.num_attention_heads is not None and config.kv_channels is not None
+    kernel = make_block_kernel(
+        scale, config.attention_backend, config.params_dtype, channels=config.kv_channels,
+        dropout_rate=config.attention_dropout,
+    )  # fmt: skip
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads
     form: Attention
