@@ -1,0 +1,159 @@
+"""The rows of the matrix: models (flags that change the numbers) and layouts (flags that must not)."""
+
+from tests.test_utils.layouts import Layout
+
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+UNTIED = "--untie-embeddings-and-output-weights"
+GROUPS = "--group-query-attention --num-query-groups"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --ffn-hidden-size 64"
+    f" {NO_DROPOUT} {UNTIED}"
+)
+MODELS = {
+    "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
+    "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
+    "sgd": f"{DROPOUT} --optimizer sgd --lr 0.3 --clip-grad 0",
+    "plain": f"{NO_DROPOUT} --optimizer sgd --lr 0.3",
+    "llama": f"{LLAMA} {GROUPS} 2",
+    "mqa": f"{LLAMA} {GROUPS} 1 --qk-layernorm",
+    "llama-sgd": f"{LLAMA} {GROUPS} 2 --optimizer sgd --lr 0.3",
+    "packed": f"{DROPOUT} --reset-position-ids --reset-attention-mask --apply-layernorm-1p",
+    "window": f"{NO_DROPOUT} --position-embedding-type rope --squared-relu --window-size 8,0 --window-attn-skip-freq 2",
+    "deep": f"{DROPOUT} --num-layers 7",
+    "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
+}
+
+SP = "--sequence-parallel"
+TP2 = "--micro-batch-size 4 --tensor-model-parallel-size 2"
+TP4 = "--micro-batch-size 8 --tensor-model-parallel-size 4"
+CP2 = "--micro-batch-size 4 --context-parallel-size 2"
+CP4 = "--micro-batch-size 8 --context-parallel-size 4"
+PP2 = "--micro-batch-size 2 --pipeline-model-parallel-size 2"
+PP4 = "--micro-batch-size 2 --pipeline-model-parallel-size 4"
+VPP = "--num-virtual-stages-per-pipeline-rank 2"
+ZB = "--pipeline-schedule zero-bubble"
+ZERO = "--use-distributed-optimizer"
+BUCKETS = "--ddp-bucket-size 3000"
+OVERLAP = f"--overlap-grad-reduce {BUCKETS}"
+GATHER = f"{ZERO} {OVERLAP} --overlap-param-gather"
+
+# name: (model, layout, ranks[, precision])
+DATA_PARALLEL = {
+    "accumulation": ("gpt2", "--micro-batch-size 1", 1),
+    "dp2": ("gpt2", "--micro-batch-size 2", 2),
+    "dp2-overlap": ("gpt2", f"--micro-batch-size 2 {OVERLAP}", 2),
+    "dp4-sgd": ("sgd", "--micro-batch-size 1", 4),
+    "dp4-fp32": ("plain", "--micro-batch-size 2", 4, "fp32"),
+    "dp2-llama": ("llama", "--micro-batch-size 4", 2),
+    "dp2-packed": ("packed", "--micro-batch-size 2", 2),
+    "dp8": ("gpt2", "--micro-batch-size 1", 8),
+}
+ZERO_ROWS = {
+    "zero2": ("gpt2", f"--micro-batch-size 2 {ZERO}", 2),
+    "zero2-overlap": ("gpt2", f"--micro-batch-size 2 {ZERO} {OVERLAP}", 2),
+    "zero2-gather": ("untied", f"--micro-batch-size 2 {GATHER}", 2),
+    "zero4-gather": ("gpt2", f"--micro-batch-size 1 {GATHER}", 4),
+    "zero4-sgd": ("sgd", f"--micro-batch-size 2 {ZERO}", 4),
+    "zero4-instances": ("gpt2", f"--micro-batch-size 2 {GATHER} --num-distributed-optimizer-instances 2", 4),
+    "zero2-fp32": ("plain", f"--micro-batch-size 2 {GATHER}", 2, "fp32"),
+    "zero2-buckets": ("llama", f"--micro-batch-size 2 {ZERO} --overlap-grad-reduce --ddp-num-buckets 3", 2),
+    "zero2-tp2": ("gpt2", f"{TP2} {GATHER}", 4),
+    "zero2-tp2-sp": ("llama", f"{TP2} {SP} {GATHER}", 4),
+    "zero2-cp2": ("llama", f"{CP2} {GATHER}", 4),
+    "zero1-cp2": ("gpt2", f"{CP2} {ZERO}", 2),
+    "zero2-pp2": ("gpt2", f"{PP2} {ZERO}", 4),
+    "zero2-pp2-gather": ("gpt2", f"{PP2} {GATHER}", 4),
+    "zero2-pp2-vpp-gather": ("gpt2", f"{PP2} {VPP} {GATHER}", 4),
+    "zero2-pp4-untied": ("untied", f"{PP4} {GATHER}", 8),
+}
+TENSOR_PARALLEL = {
+    "tp2": ("gpt2", TP2, 2),
+    "tp2-sp": ("gpt2", f"{TP2} {SP}", 2),
+    "tp4": ("untied", TP4, 4),
+    "tp4-sp": ("untied", f"{TP4} {SP}", 4),
+    "tp2-sgd": ("sgd", TP2, 2),
+    "tp2-sp-sgd": ("sgd", f"{TP2} {SP}", 2),
+    "tp2-llama": ("llama", TP2, 2),
+    "tp2-sp-llama": ("llama", f"{TP2} {SP}", 2),
+    "tp4-groups-below-ranks": ("llama", TP4, 4),
+    "tp4-sp-groups-below-ranks": ("llama-sgd", f"{TP4} {SP}", 4),
+    "tp2-mqa": ("mqa", TP2, 2),
+    "tp4-sp-mqa": ("mqa", f"{TP4} {SP}", 4),
+    "tp2-sp-packed": ("packed", f"{TP2} {SP}", 2),
+    "tp2-window": ("window", TP2, 2),
+    "tp2-fp32": ("plain", f"{TP2} {SP}", 2, "fp32"),
+    "tp2-dp2": ("gpt2", f"{TP2} {OVERLAP}", 4),
+    "tp2-sp-dp2": ("gpt2", f"{TP2} {SP} {OVERLAP}", 4),
+    "tp2-sp-dp4": ("sgd", f"--micro-batch-size 1 --tensor-model-parallel-size 2 {SP}", 8),
+}
+CONTEXT_PARALLEL = {
+    "cp2": ("gpt2", CP2, 2),
+    "cp2-allgather": ("gpt2", f"{CP2} --cp-comm-type allgather", 2),
+    "cp2-a2a": ("gpt2", f"{CP2} --cp-comm-type a2a", 2),
+    "cp4": ("llama", CP4, 4),
+    "cp4-allgather": ("sgd", f"{CP4} --cp-comm-type allgather", 4),
+    "cp4-a2a": ("gpt2", f"{CP4} --cp-comm-type a2a", 4),
+    "cp4-two-levels": (
+        "gpt2", f"{CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4,
+    ),
+    "cp4-per-layer": ("gpt2", f"{CP4} --cp-comm-type p2p allgather a2a p2p", 4),
+    "cp2-packed": ("packed", CP2, 2),
+    "cp2-a2a-packed": ("packed", f"{CP2} --cp-comm-type a2a", 2),
+    "cp2-mqa": ("mqa", CP2, 2),
+    "cp2-window": ("window", f"{CP2} --cp-comm-type allgather", 2),
+    "cp2-fp32": ("plain", CP2, 2, "fp32"),
+    "cp2-dp2": ("gpt2", f"{CP2} {OVERLAP}", 4),
+    "cp2-tp2": ("gpt2", f"{CP2} --tensor-model-parallel-size 2", 4),
+    "cp2-tp2-sp": ("untied", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "cp2-tp2-sp-llama": ("llama", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "cp2-a2a-tp2-sp": ("gpt2", f"{CP2} --tensor-model-parallel-size 2 {SP} --cp-comm-type a2a", 4),
+}  # fmt: skip
+PIPELINE = {
+    "pp2": ("gpt2", PP2, 2),
+    "pp2-untied": ("untied", PP2, 2),
+    "pp4": ("gpt2", PP4, 4),
+    "pp4-untied": ("untied", PP4, 4),
+    "pp4-sgd": ("sgd", PP4, 4),
+    "pp2-llama": ("llama", PP2, 2),
+    "pp2-packed": ("packed", PP2, 2),
+    "pp2-vpp": ("gpt2", f"{PP2} {VPP}", 2),
+    "pp2-vpp-untied": ("untied", f"{PP2} {VPP}", 2),
+    "pp2-vpp-serial": ("sgd", f"{PP2} {VPP} --no-overlap-p2p-communication", 2),
+    "pp2-vpp-group": (
+        "gpt2", f"--micro-batch-size 1 --pipeline-model-parallel-size 2 {VPP}"
+        " --microbatch-group-size-per-virtual-pipeline-stage 4", 2,
+    ),
+    "pp2-layers-per-stage": ("gpt2", f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2),
+    "pp2-zero-bubble": ("gpt2", f"{PP2} {ZB}", 2),
+    "pp4-zero-bubble": ("untied", f"{PP4} {ZB}", 4),
+    "pp2-delayed-weights": ("llama", f"{PP2} --delay-wgrad-compute", 2),
+    "pp2-uneven": ("deep", PP2, 2),
+    "pp4-uneven": ("deep", PP4, 4),
+    "pp4-first-last": (
+        "deep-untied", f"{PP4} --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1", 4,
+    ),
+    "pp2-account": (
+        "deep-untied",
+        f"{PP2} --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split", 2,
+    ),
+    "pp4-layout": ("deep", f"{PP4} --pipeline-model-parallel-layout Et|ttt|ttt|L", 4),
+    "pp2-vpp-layout": ("deep", f"{PP2} --pipeline-model-parallel-layout Et|tt|ttt|tL", 2),
+    "pp2-fp32": ("plain", PP2, 2, "fp32"),
+    "pp2-dp2": ("gpt2", f"{PP2} {OVERLAP}", 4),
+    "pp2-tp2": ("gpt2", f"{PP2} --tensor-model-parallel-size 2", 4),
+    "pp2-tp2-sp": ("untied", f"{PP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "pp2-vpp-tp2-sp": ("gpt2", f"{PP2} {VPP} --tensor-model-parallel-size 2 {SP}", 4),
+    "pp2-cp2": ("gpt2", f"{PP2} --context-parallel-size 2", 4),
+    "pp2-tp2-sp-zero-bubble": ("gpt2", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
+    "pp2-tp2-sp-cp2": ("llama", f"{PP2} --tensor-model-parallel-size 2 {SP} --context-parallel-size 2", 8),
+    "pp2-tp2-sp-dp2": ("gpt2", f"{PP2} {VPP} --tensor-model-parallel-size 2 {SP} {GATHER}", 8),
+}  # fmt: skip
+
+TABLE = {**DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE}
+
+
+def row(name):
+    """A row by name."""
+    model, *rest = TABLE[name]
+    return Layout(MODELS[model], *rest)
