@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron.core.placement import Chunk, ParameterSpec, Zeros, stored_rectangle
 from megatron.core.process_groups import ProcessGroups
@@ -72,6 +73,22 @@ def _split_stretch(
         yield (first, *(0 for _ in inner)), (last - first, *inner)
     for at, size in _split_stretch(inner, 0, stop - last * row):
         yield (last, *at), (1, *size)
+
+
+def local_stretch(tensor: Tensor) -> tuple[Tensor, int, int]:
+    """What this rank stores of a parameter (or gradient) that ``fully_shard`` may have split by rows, and which
+    elements (begin, end) of the unsplit one those are; of a plain tensor, all of it. Shares memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), 0, tensor.numel()
+    local = tensor.to_local().detach()
+    start = 0
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            assert placement.is_shard(0), "fully_shard splits rows"
+            rows = tensor.shape[0]
+            per_rank = -(-rows // tensor.device_mesh.size(axis))
+            start = min(per_rank * tensor.device_mesh.get_local_rank(axis), rows) * (tensor.numel() // max(rows, 1))
+    return local, start, start + local.numel()
 
 
 def spec_or_replicated(param: Tensor) -> ParameterSpec:

@@ -100,7 +100,7 @@ class Checkpointer:
         try:
             from_first_rank(lambda: remove_leftovers(folder), world)
             writer.save(
-                self._tensors(optimizer=not cfg.no_save_optim, rng=not cfg.no_save_rng),
+                self._tensors(optimizer=not cfg.no_save_optim, rng=not cfg.no_save_rng, rounded=True),
                 get_checkpoint_name(folder, iteration),
                 objects=self._objects(state), assets=tokenizer_files(cfg), group=world, fault=self.fault,
             )  # fmt: skip
@@ -139,11 +139,14 @@ class Checkpointer:
             if old < iteration and old % retain:
                 delete_checkpoint(folder, old, self.fault)
 
-    def _tensors(self, *, optimizer: bool, rng: bool) -> dict[str, ShardedTensor]:
-        """Everything that is stored as tensors, under global names."""
+    def _tensors(self, *, optimizer: bool, rng: bool, rounded: bool = False) -> dict[str, ShardedTensor]:
+        """Everything that is stored as tensors, under global names; ``rounded`` as it is stored, else as it lives.
+
+        Weights come before the main parameters, of which they may be roundings in the same memory.
+        """
         tensors: dict[str, ShardedTensor] = {}
         for chunk in self.chunks:
-            tensors |= module_tensors(chunk, prefix="model.", groups=self.groups)
+            tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
         if optimizer and self.optimizer is not None:
             tensors |= self.optimizer.sharded_tensors(prefix="optimizer.")
         if rng:

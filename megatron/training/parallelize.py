@@ -12,9 +12,15 @@ import torch
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import (
+    DataParallel,
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+)
 from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.process_groups import ProcessGroups
+from megatron.core.transformer.transformer_block import LayerList
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.tasks.base import Task
 
@@ -51,8 +57,12 @@ def building_chunk(chunk: int | None) -> Iterator[None]:
 
 def parallelize(
     model_chunks: Sequence[nn.Module], cfg: PretrainConfig, groups: ProcessGroups
-) -> list[DistributedDataParallel]:
-    """Wraps every chunk for data parallelism: gradients accumulate in contiguous buffers and are summed over ``dp``."""
+) -> list[DataParallel]:
+    """Wraps every chunk for data parallelism, which sums gradients over the ranks of ``dp_cp``.
+
+    ``fully_shard`` where --use-torch-fsdp2 asks for it and there is more than one such rank, else gradient buffers with
+    whole weights (and with --use-distributed-optimizer a sharded update).
+    """
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cfg.accumulate_allreduce_grads_in_fp32,
         overlap_grad_reduce=cfg.overlap_grad_reduce,
@@ -63,7 +73,20 @@ def parallelize(
         pad_buckets_for_high_nccl_busbw=cfg.ddp_pad_buckets_for_high_nccl_busbw,
         reduce_scatter_with_fp32_accumulation=cfg.ddp_reduce_scatter_with_fp32_accumulation,
     )
+    if cfg.use_torch_fsdp2 and groups.dp_cp.size > 1:
+        reshard = cfg.torch_fsdp2_reshard_after_forward
+        return [
+            TorchFullyShardedDataParallel(ddp, chunk, layers_of(chunk), groups, reshard_after_forward=reshard)
+            for chunk in model_chunks
+        ]
+    if cfg.use_torch_fsdp2:
+        logger.info("--use-torch-fsdp2: one data-parallel rank, whose shards are the whole weights")
     return [DistributedDataParallel(None, ddp, chunk, groups=groups) for chunk in model_chunks]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Every transformer layer of a chunk: the units that are gathered one after another."""
+    return [layer for stack in model.modules() if isinstance(stack, LayerList) for layer in stack]
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:

@@ -39,8 +39,29 @@ def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Proble
         yield problem(cfg, field, reason, "give all three, or none")
 
 
+def torch_fsdp2_stands_alone(cfg: PretrainConfig) -> Problems:
+    if not cfg.use_torch_fsdp2:
+        if not cfg.torch_fsdp2_reshard_after_forward:
+            yield problem(cfg, "torch_fsdp2_reshard_after_forward", "counts only with --use-torch-fsdp2")
+        return
+    if cfg.use_distributed_optimizer:
+        reason = "contradicts --use-distributed-optimizer, whose optimizer state is sharded already"
+        yield problem(cfg, "use_torch_fsdp2", reason, "choose one of the two")
+    if cfg.pipeline_model_parallel_size > 1:
+        reason = "would gather every layer once per micro-batch and stage; it is not combined with"
+        yield problem(cfg, "use_torch_fsdp2", f"{reason} --pipeline-model-parallel-size", "use tensor parallelism")
+    for field in ("ddp_bucket_size", "ddp_num_buckets"):
+        if getattr(cfg, field) is not None:
+            yield problem(cfg, field, "has no meaning with --use-torch-fsdp2: its units are layers", "leave it out")
+    ranks = cfg.data_parallel_size * cfg.context_parallel_size
+    if cfg.num_distributed_optimizer_instances == ranks > 1:
+        reason = "leaves one rank per instance, and nothing to shard"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason, f"less than {ranks}")
+
+
 RULES: tuple[Rule, ...] = (
     buckets_have_one_size,
     optimizer_instances_divide_the_ranks,
     fp32_accumulation_has_something_to_accumulate,
+    torch_fsdp2_stands_alone,
 )

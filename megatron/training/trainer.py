@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import num_microbatches_calculator as batch_sizes
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DataParallel, finalize_model_grads
 from megatron.core.distributed.replicas import check_replicas
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -39,7 +39,7 @@ class Components:
 
     task: Task
     groups: ProcessGroups
-    model: list[DistributedDataParallel]
+    model: list[DataParallel]
     optimizer: Any
     scheduler: OptimizerParamScheduler
     state: TrainState
@@ -205,9 +205,9 @@ class Trainer:
         """Housekeeping that must happen at the same iteration on every rank."""
         cfg, iteration = self.cfg, self.state.iteration
         if every(cfg.check_weight_hash_across_dp_replicas_interval, iteration):
-            differing = [each for chunk in self.parts.model for each in check_replicas(chunk, chunk.group)]
+            differing = check_replicas(self.parts.model, self.parts.groups, self.parts.optimizer.replicas())
             if differing:
-                listed = ", ".join(f"{name} on data-parallel rank {rank}" for name, rank in differing[:8])
+                listed = ", ".join(f"{each.name} on rank {each.rank}" for each in differing[:8])
                 raise RuntimeError(f"iteration {iteration}: replicas differ in {len(differing)} places: {listed}")
         if every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()

@@ -31,20 +31,22 @@ def write_dataset(prefix: Path, num_documents: int = 60, seed: int = 0) -> Path:
     return prefix
 
 
-def train(rank: int, world_size: int, argv: list[str]) -> int:
-    """``pretrain_gpt.py`` with ``argv`` on one rank of the pool; the exit code."""
+def train(rank: int, world_size: int, argv: list[str], fp64: bool = False) -> int:
+    """``pretrain_gpt.py`` with ``argv`` (and everything in float64) on one rank of the pool; the exit code."""
+    import dataclasses
+
     from megatron.training.arguments import parse_args
     from megatron.training.program import run
     from megatron.training.tasks.gpt import GPTTask
 
-    return run(parse_args(MODEL_FLAGS + argv), GPTTask)
+    return run(dataclasses.replace(parse_args(MODEL_FLAGS + argv), fp64=fp64), GPTTask)
 
 
-def train_with_errors(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+def train_with_errors(rank: int, world_size: int, argv: list[str], fp64: bool = False) -> tuple[int, str]:
     """Like :func:`train`, with what the rank wrote to stderr."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        code = train(rank, world_size, argv)
+        code = train(rank, world_size, argv, fp64)
     return code, errors.getvalue()
 
 

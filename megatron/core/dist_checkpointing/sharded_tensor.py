@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.flat_pieces import flat_pieces, spec_or_replicated
+from megatron.core.flat_pieces import flat_pieces, local_stretch, spec_or_replicated
 from megatron.core.placement import ParameterSpec, global_name, local_chunk, local_view
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
@@ -61,20 +61,22 @@ def from_spec(name: str, tensor: Tensor, spec: ParameterSpec | None, groups: Pro
 
 
 def module_tensors(
-    module: nn.Module, *, prefix: str = "", groups: ProcessGroups = SINGLE_PROCESS
+    module: nn.Module, *, prefix: str = "", groups: ProcessGroups = SINGLE_PROCESS, rounded: bool = False
 ) -> dict[str, ShardedTensor]:
     """Parameters, by placement, and persistent buffers (replicated) of ``module`` under ``prefix`` + global name.
 
     The copy of a tied parameter goes by the name of the one it copies; parts of one tensor share its name, under keys
-    of their own.
+    of their own. ``rounded``: weights that are kept more exactly than the model computes with (``fully_shard``) are
+    copies in the model's own dtype, as a checkpoint holds them; otherwise all tensors are live.
     """
-    specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
     tensors: dict[str, ShardedTensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             continue
-        spec = specs.get(name, getattr(value, "spec", None))
-        tensors[prefix + _key(name, spec)] = from_spec(prefix + global_name(name, spec), value, spec, groups)
+        local, start, stop = local_stretch(value)
+        if rounded:
+            local = local.to(getattr(value, "compute_dtype", local.dtype))
+        tensors |= stretch_tensors(name, local, value, (start, stop), prefix=prefix, groups=groups)
     return tensors
 
 

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.distributed.distributed_data_parallel import DistributedDataParallel
+from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.partial_gradients import sum_partial_gradients
 from megatron.core.process_groups import ProcessGroups
 
 
 def finalize_model_grads(
-    model_chunks: Sequence[DistributedDataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
+    model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
     groups: ProcessGroups | None = None, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
     """Sum gradients over the data-parallel ranks, complete partial ones, and normalise them.
@@ -26,8 +26,8 @@ def finalize_model_grads(
 
     Args:
         model_chunks: of this rank.
-        num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages without
-            the loss; None leaves the sums.
+        num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
+            without the loss; None leaves the sums.
         expected_tokens: the constant that the micro-batch losses were divided by.
         groups: this rank's process groups; None takes those of ``parallel_state``.
 

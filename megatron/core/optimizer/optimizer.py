@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, stretch_tensors
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.parameter_shard import ParameterShard, whole
+from megatron.core.distributed.replicas import Replica
 from megatron.core.optimizer.clip_grads import UNSHARDED, clip_coefficient, count_zeros, is_counted_here, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
@@ -259,6 +260,13 @@ class MegatronOptimizer:
         mains = {name: main.detach() for name, main in named if self.shards[name].compute_dtype in HALF}
         scaler = self.grad_scaler.state_dict() if self.grad_scaler else {}
         return {**moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
+
+    def replicas(self) -> Iterator[Replica]:
+        """Moments and main parameters, for ``check_replicas``: ``exp_avg:`` + parameter name …"""
+        for key, named in self.state_dict().items():
+            for name, tensor in named.items() if key not in ("step", "grad_scaler") else ():
+                spec = getattr(self.model_params[name], "spec", None)
+                yield Replica(f"{key}:{name}", tensor, spec, self.shard_group.size > 1)
 
     def sharded_tensors(self, prefix: str = "optimizer.") -> dict[str, ShardedTensor]:
         """The tensors of :meth:`state_dict` as rectangles called prefix + ``exp_avg.`` + global parameter name."""

@@ -52,14 +52,8 @@ NOT_YET: dict[str, NotYet] = {
     **_each("cross entropy in float16 is", "fp16_lm_cross_entropy"),
     **_each("a second time limit is", "distributed_timeout_seconds_after_init"),
     **_each(
-        "fully sharded data parallelism is",
-        "use_megatron_fsdp data_parallel_sharding_strategy use_torch_fsdp2 torch_fsdp2_reshard_after_forward "
-        "init_model_with_meta_device",
-    ),
-    **_each(
-        "activation recomputation is",
-        "recompute_granularity recompute_method recompute_num_layers recompute_modules recompute_activations "
-        "distribute_saved_activations",
+        "fully sharded data parallelism other than torch's is",
+        "use_megatron_fsdp data_parallel_sharding_strategy init_model_with_meta_device",
     ),
     **_each("activation offloading is", "cpu_offloading_num_layers"),
     **_each(

@@ -11,6 +11,7 @@ from megatron.core.distributed import (
     check_replicas,
     finalize_model_grads,
 )
+from megatron.core.process_groups import SINGLE_PROCESS
 
 SAMPLES, WIDTH = 12, 6
 
@@ -138,15 +139,15 @@ def test_forgetting_no_sync_is_an_error_not_a_wrong_gradient(gloo_pool):
 def drifted(rank, world):
     parallel_state.initialize_model_parallel()
     net = problem(torch.float32)[0]
-    group = parallel_state.get_data_parallel_group()
-    assert check_replicas(net, group) == []
+    groups = parallel_state.get_process_groups()
+    assert check_replicas([net], groups) == []
     if rank == 1:
         with torch.no_grad():
             bits = net.first.weight.view(torch.int32)
             bits[2, 3] += 1  # one unit in the last place
-    return check_replicas(net, group)
+    return [tuple(each) for each in check_replicas([net], groups)]
 
 
 def test_a_replica_that_differs_in_one_bit_is_named(gloo_pool):
-    assert gloo_pool.run(drifted, 3) == [[("first.weight", 1)]] * 3
-    assert check_replicas(Net(), None) == []
+    assert gloo_pool.run(drifted, 3) == [[("first.weight", 1, "dp_cp")]] * 3
+    assert check_replicas([Net()], SINGLE_PROCESS) == []

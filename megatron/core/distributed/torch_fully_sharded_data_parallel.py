@@ -1,0 +1,150 @@
+"""Weights, gradients and optimizer state sharded over data-parallel ranks by torch's ``fully_shard`` (FSDP2, ZeRO 3).
+
+Each layer, and what remains of the model, is one unit: gathered before it runs, freed after (Zhao et al. 2023). Weights
+are kept in fp32 shards, gathered in the dtype that the model computes with; each micro-batch's gradients are
+reduce-scattered and accumulate in fp32 shards. Sums stay sums, as everywhere here: nothing divides by the number of
+ranks.
+
+With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.flat_pieces import local_stretch
+from megatron.core.process_groups import ProcessGroups
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class TorchFullyShardedDataParallel(DataParallel):
+    """``module`` sharded over the data- and context-parallel ranks (at least two).
+
+    Args:
+        ddp_config: the dtype of the reduction.
+        module: one model chunk, of one dtype, on its device.
+        layers: submodules that become a unit each, outermost last; the rest of the module is the last unit.
+        groups: this rank's process groups.
+        reshard_after_forward: free a layer's weights between its forward and its backward pass.
+    """
+
+    def __init__(
+        self, ddp_config: DistributedDataParallelConfig, module: nn.Module, layers: Iterable[nn.Module],
+        groups: ProcessGroups, *, reshard_after_forward: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(module, groups)
+        if groups.dp_cp.size == 1:
+            raise ValueError("fully sharded data parallelism needs at least two data-parallel ranks")
+        self.ddp_config = ddp_config
+        self.shard_group = groups.dp_cp_shard
+        specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
+        compute_dtype = _the_dtype(module)
+        policy = _precision(compute_dtype, ddp_config)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.dtype in _HALF:
+                    parameter.data = parameter.data.float()
+        mesh = _mesh(groups, next(module.parameters()).device)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        for unit in self._units:
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+        self._parameters_by_name = dict(module.named_parameters())
+        for name, parameter in self._parameters_by_name.items():
+            parameter.compute_dtype = compute_dtype  # type: ignore[attr-defined]
+            if specs[name] is not None:
+                parameter.spec = specs[name]  # type: ignore[attr-defined]
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters_by_name.values() if parameter.requires_grad]
+
+    def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
+        """Rows of every parameter; a parameter of fewer rows than ranks is on the first of them."""
+        shards = {}
+        for parameter in self._trained:
+            local, start, stop = local_stretch(parameter)
+            if start < stop:
+                dtype = parameter.compute_dtype  # type: ignore[attr-defined]
+                shards[parameter] = ParameterShard(parameter, start, stop, local, _main_grad_of(parameter), dtype)
+        return shards
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches before the last are summed within an instance only; the instances are added up at the last."""
+        self._set_all_reduce(False)
+        try:
+            yield
+        finally:
+            self._set_all_reduce(True)
+
+    def _set_all_reduce(self, wanted: bool) -> None:
+        if self.groups.dp_cp_replica.size > 1:
+            self._units[0].set_requires_all_reduce(wanted)
+
+    def finish_grad_sync(self, *unused: Any) -> None:
+        """``main_grad`` is this rank's part of the summed gradient; zeros where nothing used a parameter."""
+        for parameter in self._trained:
+            gradient = parameter.grad
+            local = torch.zeros_like(local_stretch(parameter)[0]) if gradient is None else local_stretch(gradient)[0]
+            parameter.main_grad = local  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def scale_gradients(self, scaling_factor: float | Tensor) -> None:
+        """Multiply every gradient shard."""
+        for parameter in self._trained:
+            parameter.main_grad.mul_(scaling_factor)  # type: ignore[attr-defined]
+
+    def zero_grad_buffer(self) -> None:
+        """Drop all gradients."""
+        for parameter in self._trained:
+            parameter.grad = None
+            parameter.main_grad = None  # type: ignore[attr-defined]
+
+    def finish_param_sync(self) -> None:
+        """Free gathered weights: what remains are the shards, which an update or a loader may write."""
+        for unit in self._units:
+            unit.reshard()
+
+
+def _main_grad_of(parameter: nn.Parameter) -> Any:
+    return lambda: getattr(parameter, "main_grad", None)
+
+
+def _the_dtype(module: nn.Module) -> torch.dtype:
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if len(dtypes) != 1:
+        raise ValueError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
+    return dtypes.pop()
+
+
+def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
+    if dtype not in _HALF:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    reduced = torch.float32 if config.grad_reduce_in_fp32 else dtype
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+
+
+def _mesh(groups: ProcessGroups, device: torch.device) -> DeviceMesh:
+    """The data-parallel ranks: a line, or with several instances a grid (instance, place within it)."""
+    if groups.dp_cp_replica.size == 1:
+        return DeviceMesh.from_group(groups.dp_cp_shard.handle, device.type)
+    grid = torch.tensor(groups.dp_cp.ranks).view(groups.dp_cp_replica.size, groups.dp_cp_shard.size)
+    if groups.dp_cp_shard.size == 1:
+        raise ValueError("as many optimizer instances as data-parallel ranks leave nothing to shard")
+    handles = [groups.dp_cp_replica.handle, groups.dp_cp_shard.handle]
+    return DeviceMesh.from_group(handles, device.type, grid, mesh_dim_names=("replicate", "shard"))
