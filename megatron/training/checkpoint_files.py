@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,9 +142,12 @@ class SaveLock:
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
         self.path = Path(folder) / LOCK
-        self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"--save {folder}: cannot be written ({error.strerror}); choose another") from None
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -156,7 +160,8 @@ class SaveLock:
         except OSError as error:  # a file system without locks: better no protection than no training
             logger.warning("--save %s: cannot be locked (%s): let no other job use it", folder, error.strerror)
         os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
+        with suppress(OSError):  # a full disk keeps the lock and loses the name of its holder
+            os.write(self._descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
 
     def release(self) -> None:
         """Lets the next job in."""

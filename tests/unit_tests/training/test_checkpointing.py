@@ -469,3 +469,9 @@ def test_no_checkpoint_code_can_unpickle():
     for path in files:
         text = path.read_text()
         assert "import pickle" not in text and "torch.load" not in text and "gather_object" not in text, path
+
+
+def test_a_save_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"--save .*file/run: cannot be written \(Not a directory\)"):
+        SaveLock(tmp_path / "file" / "run")
