@@ -199,7 +199,6 @@ def test_layout_contradiction_is_named(text, world_size, problem):
 @pytest.mark.parametrize(
     "text",
     [
-        "--recompute-activations",
         "--fp8-format hybrid", "--num-experts 4", "--transformer-impl transformer_engine", "--async-save",
         "--ckpt-format torch",
         "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-megatron-fsdp",
