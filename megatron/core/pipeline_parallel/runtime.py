@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.p2p import Messages
 from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
+from megatron.core.tensor_parallel.linear import WeightGradientStore
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class _Passed:
     received: Tensor | None
     root: Any
     """The loss, or the gradient edge of the output; None where nothing needs a gradient."""
-    weight_gradients: list[Callable[[], None]]
+    weight_gradients: Sequence[Callable[[], None]] = ()
     """What backward put off."""
 
 
@@ -66,6 +67,7 @@ class PipelineRun:
         self.schedule, self.rank, self.work, self.messages = schedule, rank, work, messages
         self.actions, self.lookahead = schedule.actions[rank], lookahead
         self.results: list[MicroBatchResult] = []
+        self._stores: Sequence[WeightGradientStore] = ()
         self._passed: dict[tuple[int, int], _Passed] = {}
         last = {(action.kind, action.chunk): action for action in self.actions}
         self._final = {action for (kind, _), action in last.items() if kind != "F"}
@@ -74,13 +76,17 @@ class PipelineRun:
 
     def run(self) -> list[MicroBatchResult]:
         """The results of all micro-batches, in order; empty where this rank has no loss."""
+        with weight_gradients_put_off(self.work.chunks, self.schedule.splits_backward) as self._stores:
+            self._run()
+        return self.results
+
+    def _run(self) -> None:
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for index, action in enumerate(self.actions):
             for soon in self.actions[index : index + 1 + self.lookahead]:
                 self.messages.post(soon)
             step[action.kind](action)
         self.messages.finish()
-        return self.results
 
     def _forward(self, action: Action) -> None:
         work, chunk = self.work, self.work.chunks[action.chunk]
@@ -99,7 +105,7 @@ class PipelineRun:
                 root = get_gradient_edge(output) if output.requires_grad else None
         set_input_tensor(chunk, None)
         if train:
-            self._passed[action.chunk, action.microbatch] = _Passed(received, root, [])
+            self._passed[action.chunk, action.microbatch] = _Passed(received, root)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
         """Keeps the micro-batch's result; what to differentiate."""
@@ -124,6 +130,8 @@ class PipelineRun:
                 received_gradient = torch.zeros_like(passed.received)
             self.messages.send(action, received_gradient)
         passed.received = passed.root = None
+        if self.schedule.splits_backward:
+            passed.weight_gradients = self._stores[action.chunk].take()
 
     def _weight_gradients(self, action: Action) -> None:
         with self._gradients_follow(action):
@@ -134,6 +142,23 @@ class PipelineRun:
         """Data-parallel sums may start with the gradients of the chunk's last micro-batch only."""
         chunk = self.work.chunks[action.chunk]
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
+
+
+@contextmanager
+def weight_gradients_put_off(chunks: Sequence[nn.Module], split: bool) -> Iterator[Sequence[WeightGradientStore]]:
+    """While it lasts, backward through a linear layer leaves the weight gradient in the store of its chunk."""
+    stores = [WeightGradientStore() for _ in chunks]
+    layers = [
+        (module, store) for chunk, store in zip(chunks, stores) for module in chunk.modules()
+        if split and hasattr(module, "weight_gradient_store")
+    ]  # fmt: skip
+    for module, store in layers:
+        module.weight_gradient_store = store  # type: ignore[assignment]
+    try:
+        yield stores
+    finally:
+        for module, _ in layers:
+            module.weight_gradient_store = None  # type: ignore[assignment]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
