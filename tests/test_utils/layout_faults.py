@@ -1,1 +1,196 @@
-"""Planted bugs: each a context manager that breaks one thing on every rank while a layout runs."""
+"""Planted bugs: each a context manager that breaks one thing on every rank of the pool while a layout runs."""
+
+import contextlib
+import dataclasses
+import importlib
+from unittest import mock
+
+
+def module(name):
+    """A module, also where its package re-exports a function of the same name."""
+    return importlib.import_module(name)
+
+
+def norm_gradients_not_summed(rank):
+    """Nobody adds up the partial gradients of norms and biases under sequence parallelism."""
+    where = module("megatron.core.distributed.finalize_model_grads")
+    return mock.patch.object(where, "sum_partial_gradients", lambda *_: None)
+
+
+def gradients_summed_twice(rank):
+    """Partial gradients are summed over their group a second time: they come out as many times too large."""
+    where = module("megatron.core.distributed.finalize_model_grads")
+    correct = where.sum_partial_gradients
+
+    def twice(*arguments):
+        correct(*arguments)
+        correct(*arguments)
+
+    return mock.patch.object(where, "sum_partial_gradients", twice)
+
+
+def only_last_microbatch(rank):
+    """A micro-batch's gradient overwrites those before it."""
+    where = module("megatron.core.distributed.distributed_data_parallel").DistributedDataParallel
+    correct = where._accumulate
+
+    def overwriting(self, parameter):
+        parameter.main_grad.zero_()
+        correct(self, parameter)
+
+    return mock.patch.object(where, "_accumulate", overwriting)
+
+
+def dropped_layer(rank):
+    """The last pipeline stage builds one layer less."""
+    where = module("megatron.core.models.gpt.gpt_model").GPTModel
+    correct = where._build
+
+    def shorter(self, spec, layer_range, learned_positions):
+        layers = range(self.config.num_layers) if layer_range is None else layer_range
+        correct(self, spec, layers[:-1] if self.post_process else layers, learned_positions)
+
+    return mock.patch.object(where, "_build", shorter)
+
+
+def loss_is_a_mean_of_means(rank):
+    """Every micro-batch counts alike, however many of its tokens do."""
+    import torch
+
+    def loss_func(self, batch, output):
+        mask = batch["loss_mask"].to(output.dtype)
+        loss = (output * mask).sum() / mask.sum().clamp(min=1)
+        one = torch.ones((), dtype=torch.float64)
+        return loss, one, {"lm loss": torch.stack([loss.detach().double(), one])}
+
+    return mock.patch.object(module("megatron.training.tasks.gpt").GPTTask, "loss_func", loss_func)
+
+
+def untied_embeddings(rank):
+    """The first and the last stage train their copies of the embedding apart."""
+    where = module("megatron.core.models.gpt.gpt_model").GPTModel
+    return mock.patch.object(where, "_tie_over_stages", lambda self: None)
+
+
+def padding_in_the_softmax(rank):
+    """Padded entries of the vocabulary take part in the softmax."""
+    where = module("megatron.core.tensor_parallel.cross_entropy")
+    return mock.patch.object(where, "num_true_entries", lambda vocab_size, local_size, group: local_size)
+
+
+def dropout_by_local_position(rank):
+    """Dropout masks depend on where a token stands on its rank instead of in its sequence."""
+    import torch
+
+    where = module("megatron.core.models.gpt.gpt_model").GPTModel
+    correct = where._dropout_coordinates
+
+    def local(self, *arguments):
+        at = correct(self, *arguments)
+        return dataclasses.replace(
+            at, position_s=torch.arange(len(at.position_s)), query_position_s=torch.arange(len(at.query_position_s))
+        )
+
+    return mock.patch.object(where, "_dropout_coordinates", local)
+
+
+def replicated_counted_on_every_rank(rank):
+    """The gradient norm counts a replicated parameter once per tensor-parallel rank."""
+    return mock.patch.object(module("megatron.core.placement"), "is_counted_here", lambda spec, groups: True)
+
+
+def stale_weights(rank):
+    """Overlapped gathers of updated weights never happen."""
+    where = module("megatron.core.distributed.param_and_grad_buffer").Bucket
+    return mock.patch.object(where, "start_gather", lambda self: None)
+
+
+def bucket_sent_before_it_is_full(rank):
+    """An overlapped sum starts one gradient too early."""
+    where = module("megatron.core.distributed.param_and_grad_buffer").Bucket
+    correct = where.reset
+
+    def reset(self):
+        correct(self)
+        self.pending -= len(self.parameters) > 1
+
+    def arrived(self, parameter):
+        bucket = self.bucket_of[parameter]
+        bucket.pending -= bucket.pending > 0
+        for each in self.buckets:
+            if not each.launched:
+                if each.pending > 0:
+                    return
+                each.launch()
+
+    buffer = module("megatron.core.distributed.param_and_grad_buffer").ParamAndGradBuffer
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(where, "reset", reset))
+    stack.enter_context(mock.patch.object(buffer, "gradient_arrived", arrived))
+    return stack
+
+
+def data_order_depends_on_ranks(rank):
+    """Each data-parallel rank reads a stretch of the data of its own."""
+    where = module("megatron.training.dataloader").Shard
+    correct = where.slices
+
+    def apart(self, start, global_batch_size):
+        yield from correct(self, start + 1000 * self.rank, global_batch_size)
+
+    return mock.patch.object(where, "slices", apart)
+
+
+def reduced_in_bf16(rank):
+    """Gradients travel in bfloat16."""
+    import torch
+
+    where = module("megatron.core.distributed.param_and_grad_buffer").Bucket
+    correct = where.launch
+
+    def rounded(self):
+        self.grads.copy_(self.grads.to(torch.bfloat16))
+        correct(self)
+
+    return mock.patch.object(where, "launch", rounded)
+
+
+def same_seed_on_every_rank(rank):
+    """Every tensor-parallel rank draws the values of the first shard."""
+    where = module("megatron.core.placement")
+    correct = where._contiguous_runs
+
+    def first_shard(shape, chunk):
+        return correct(shape, where.Chunk((0,) * len(shape), chunk.lengths))
+
+    return mock.patch.object(where, "_contiguous_runs", first_shard)
+
+
+def loss_mask_wears_off(rank):
+    """The data set hands out its own loss masks, which zero more with every access."""
+    where = module("megatron.training.layout_trace").SyntheticSamples
+    correct = where.__getitem__
+    seen = []
+
+    def aliased(self, index):
+        sample = correct(self, index)
+        seen.append(index)
+        sample["loss_mask"][: len(seen) % 8] = 0.0
+        return sample
+
+    return mock.patch.object(where, "__getitem__", aliased)
+
+
+def context_parallel_rank_forgets_the_others(rank):
+    """Under context parallelism the loss is averaged over this rank's tokens only."""
+    import torch
+
+    where = module("megatron.core.distributed.finalize_model_grads")
+    correct = where.finalize_model_grads
+
+    def local_count(chunks, num_tokens=None, **arguments):
+        groups = arguments.get("groups") or module("megatron.core.parallel_state").get_process_groups()
+        scaled = num_tokens * (1.0 + 0.5 * torch.tensor(float(groups.cp.rank)))
+        return correct(chunks, scaled, **arguments)
+
+    return mock.patch.object(module("megatron.training.trainer"), "finalize_model_grads", local_count)

@@ -1,0 +1,80 @@
+"""The matrix is worth its time: every planted bug turns it red, and the first parameter that differs is named."""
+
+import dataclasses
+
+import pytest
+
+from tests.test_utils.layout_table import row
+from tests.test_utils.layouts import Matrix, compare_with_reference, configure
+
+EMBEDDING = "embedding.word_embeddings.weight"
+NORM = "decoder.layers.0.input_layernorm.weight"
+
+# planted bug, row, what is found first: its kind, and how its name begins
+BUGS = [
+    ("norm_gradients_not_summed", "tp2-sp", "gradient", NORM),
+    ("norm_gradients_not_summed", "tp4-sp-mqa", "gradient", "decoder.layers.0."),
+    ("gradients_summed_twice", "tp2-sp-sgd", "gradient", NORM),
+    ("gradients_summed_twice", "pp2", "gradient", EMBEDDING),
+    ("only_last_microbatch", "accumulation", "gradient", EMBEDDING),
+    ("only_last_microbatch", "pp2", "gradient", EMBEDDING),
+    ("dropped_layer", "pp2-untied", "weight", "decoder.layers.3."),
+    ("loss_is_a_mean_of_means", "accumulation", "loss", "lm loss"),
+    ("loss_is_a_mean_of_means", "dp4-fp32", "loss", "lm loss"),
+    ("untied_embeddings", "pp2", "gradient", EMBEDDING),
+    ("untied_embeddings", "zero2-pp2-gather", "gradient", EMBEDDING),
+    ("padding_in_the_softmax", "tp2", "loss", "lm loss"),
+    ("dropout_by_local_position", "tp2-sp", "loss", "lm loss"),
+    ("dropout_by_local_position", "cp2", "loss", "lm loss"),
+    ("replicated_counted_on_every_rank", "tp2", "norm", "gradient norm"),
+    ("stale_weights", "zero2-gather", "weight", EMBEDDING),
+    ("bucket_sent_before_it_is_full", "dp2-overlap", "gradient", ""),
+    ("data_order_depends_on_ranks", "dp2", "loss", "lm loss"),
+    ("reduced_in_bf16", "dp2", "gradient", EMBEDDING),
+    ("reduced_in_bf16", "dp4-fp32", "gradient", EMBEDDING),
+    ("same_seed_on_every_rank", "tp2", "weight", EMBEDDING),
+    ("loss_mask_wears_off", "accumulation", "loss", "lm loss"),
+    ("context_parallel_rank_forgets_the_others", "cp2", "gradient", EMBEDDING),
+]
+
+
+@pytest.fixture(scope="module")
+def matrix(gloo_pool):
+    matrix = Matrix(gloo_pool)
+    yield matrix
+    matrix.close()
+
+
+def short(name):
+    """Three steps are enough for a bug."""
+    return dataclasses.replace(row(name), steps=3)
+
+
+@pytest.mark.parametrize(("bug", "name", "kind", "first"), BUGS, ids=[f"{bug}-{name}" for bug, name, *_ in BUGS])
+def test_a_planted_bug_is_found(matrix, bug, name, kind, first):
+    verdict = matrix.verdict(short(name), bug)
+    assert not verdict.equal
+    assert verdict.first.kind == kind and verdict.first.name.startswith(first), str(verdict.first)
+
+
+def test_the_rows_of_planted_bugs_are_green_without_them(matrix):
+    for name in {name for _, name, *_ in BUGS}:
+        assert matrix.verdict(short(name)).equal
+
+
+def digests(matrix, one):
+    """The bits of every gradient and weight after every step, on every rank."""
+    reports = matrix.pool.run(compare_with_reference, one.world_size, one, matrix.reference_of(one))
+    return [[(cell.kind, cell.name, cell.digest) for step in report for cell in step.cells] for report in reports]
+
+
+@pytest.mark.parametrize("name", ["dp4-fp32", "tp2-fp32", "pp2-fp32"])
+def test_a_layout_repeats_bit_for_bit(matrix, name):
+    assert digests(matrix, short(name)) == digests(matrix, short(name))
+
+
+def test_overlap_changes_no_bit(matrix):
+    one = short("zero2-fp32")
+    plain = [flag for flag in one.layout.split() if flag not in ("--overlap-grad-reduce", "--overlap-param-gather")]
+    assert configure(one.argv, 2, "fp32").overlap_param_gather
+    assert digests(matrix, one) == digests(matrix, dataclasses.replace(one, layout=" ".join(plain)))
