@@ -59,7 +59,7 @@ class Shape:
         return TransformerConfig(
             num_layers=1, hidden_size=self.heads * self.channels, num_attention_heads=self.heads,
             num_query_groups=self.kv_groups, kv_channels=self.channels, params_dtype=self.dtype, hidden_dropout=0.0,
-            attention_dropout=0.0, context_parallel_size=ranks, cp_comm_type=[form],
+            attention_dropout=0.0, context_parallel_size=ranks, cp_comm_type=[form],  # type: ignore[list-item]
         )  # fmt: skip
 
     def tensors(self, device: torch.device) -> list[Tensor]:

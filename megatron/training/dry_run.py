@@ -88,7 +88,7 @@ def estimate_memory(cfg: PretrainConfig, count: ParameterCount, vocab_size: int)
     low = cfg.fp16 or cfg.bf16
     parameters = count.total
     moments = {"adam": 8, "sgd": 4 if cfg.sgd_momentum else 0}.get(cfg.optimizer, 8)
-    tokens = cfg.seq_length * cfg.micro_batch_size
+    tokens = cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size
     per_token_and_layer = 34 * cfg.hidden_size * (1 if low else 2)
     logits = tokens * padded_vocab_size(cfg, vocab_size) * (2 + 4 if low else 4 + 4)
     return MemoryEstimate(

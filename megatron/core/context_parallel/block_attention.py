@@ -56,8 +56,9 @@ class OnlineSoftmax:
     def __init__(self, query: Tensor, kernel: BlockKernel, dropout: WeightDropout | None = None) -> None:
         self.query, self.kernel, self.dropout = query, kernel, dropout
         dtype = accumulator_dtype(query.dtype)
-        self.out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-        self.lse = torch.full(query.shape[:3], -torch.inf, dtype=dtype, device=query.device)
+        self.out = torch.empty(query.shape, dtype=dtype, device=query.device)
+        self.lse = torch.empty(query.shape[:3], dtype=dtype, device=query.device)
+        self._started = False
 
     def add_block(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
         """Keys and values [s, b, g, d] of one block, and where they are visible."""
@@ -66,12 +67,31 @@ class OnlineSoftmax:
             out, lse = self.kernel.forward(
                 _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile, self.dropout
             )
+            if not self._started and tile.row is None and tile.num_queries == len(self.query):
+                _at_queries(self.out, tile).copy_(out)  # saves two passes over the output
+                _at_queries(self.lse, tile).copy_(lse)
+                self._started = True
+                continue
+            self._start()
             merge_(_at_queries(self.out, tile), _at_queries(self.lse, tile), out, lse)
         for at in packed:
             self._add_packed(key, value, at)
 
+    def _start(self) -> None:
+        """No key has been seen."""
+        if not self._started:
+            self.out.zero_()
+            self.lse.fill_(-torch.inf)
+            self._started = True
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output [s, b, a, d] in the queries' dtype and log-sum-exp [s, b, a] over all blocks."""
+        self._start()
+        return self.out.to(self.query.dtype), self.lse
+
     def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:
         assert isinstance(self.kernel, FusedBlocks)
+        self._start()
         query = _tokens(self.query).index_select(0, at.query_index)
         key, value = (_tokens(x).index_select(0, at.key_index) for x in (key, value))
         out, lse = self.kernel.forward_packed(query, key, value, at)

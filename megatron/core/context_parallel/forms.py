@@ -53,8 +53,8 @@ class _Ring(torch.autograd.Function):
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
             softmax.add_block(held[0], held[1], tiles)
             held = held if coming is None else coming.wait()
-        out = softmax.out.to(query.dtype)
-        ctx.save_for_backward(query, own, out, softmax.lse)
+        out, lse = softmax.finish()
+        ctx.save_for_backward(query, own, out, lse)
         ctx.plan = plan
         return out
 
@@ -88,8 +88,8 @@ class _AllGather(torch.autograd.Function):
         everything = _gather_whole(own, plan.group)
         softmax = OnlineSoftmax(query, plan.kernel, plan.dropout)
         softmax.add_block(everything[0], everything[1], plan.blocks[0])
-        out = softmax.out.to(query.dtype)
-        ctx.save_for_backward(query, own, out, softmax.lse)
+        out, lse = softmax.finish()
+        ctx.save_for_backward(query, own, out, lse)
         ctx.plan = plan
         return out
 

@@ -37,8 +37,8 @@ def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
         softmax = OnlineSoftmax(q, kernel)
         for block, visible in zip(held, tiles):
             softmax.add_block(block[0], block[1], visible)
-        out = softmax.out.to(q.dtype)
-        gradients = BlockGradients(g, q, out, softmax.lse, kernel)
+        out, lse = softmax.finish()
+        gradients = BlockGradients(g, q, out, lse, kernel)
         for block, visible, total in zip(held, tiles, grad_held):
             gradients.add_block(block, visible, total)
         outs.append(out)
