@@ -1,12 +1,13 @@
-"""Rules about how the model and its work are split over ranks, and what is recomputed. The reasons name nearest sizes."""
+"""Rules about how model and work are split over ranks, and what is recomputed. Fixes name the nearest sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from megatron.core.cli import Problem
+from megatron.core.transformer.memory_config import RECOMPUTED_MODULES
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, missing, problem
+from megatron.training.rules_common import Rule, at_least, missing, problem
 
 Problems = Iterator[Problem]
 
@@ -71,6 +72,30 @@ def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
             yield missing(field, "is required by --recompute-granularity full")
         if granularity != "full" and given:
             yield problem(cfg, field, "counts only with --recompute-granularity full")
+    yield from at_least(cfg, 1, "recompute_num_layers")
+    if cfg.recompute_activations and granularity == "full":
+        yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
+
+
+def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
+    known = ", ".join(RECOMPUTED_MODULES)
+    if cfg.recompute_modules is not None and cfg.recompute_granularity != "selective":
+        reason = "counts only with --recompute-granularity selective"
+        yield problem(cfg, "recompute_modules", reason, "add it, or leave both out")
+    if unknown := [name for name in cfg.recompute_modules or () if name not in RECOMPUTED_MODULES]:
+        yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
+
+
+def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
+    if not cfg.distribute_saved_activations:
+        return
+    if cfg.recompute_granularity != "full":
+        yield problem(cfg, "distribute_saved_activations", "counts only with --recompute-granularity full")
+    if cfg.tensor_model_parallel_size == 1:
+        yield problem(cfg, "distribute_saved_activations", "needs --tensor-model-parallel-size > 1", "leave it out")
+    if cfg.sequence_parallel:
+        reason = "contradicts --sequence-parallel, under which every rank keeps its own positions anyway"
+        yield problem(cfg, "distribute_saved_activations", reason, "leave it out")
 
 
 RULES: tuple[Rule, ...] = (
@@ -79,4 +104,6 @@ RULES: tuple[Rule, ...] = (
     key_value_heads_split_or_repeat_evenly,
     sequence_parallel_ranks_get_equal_parts,
     recomputation_is_complete,
+    recomputed_modules_are_known,
+    saved_activations_are_distributed_once,
 )

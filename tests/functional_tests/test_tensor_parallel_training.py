@@ -10,8 +10,15 @@ LAYOUTS = {
     "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "tp2-sp-dp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "tp4-shared-kv-heads": (4, ["--tensor-model-parallel-size", "4", "--sequence-parallel"]),
+    "tp2-sp-pieces-recompute": (
+        2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap", "--recompute-activations"],
+    ),
+    "tp2-distributed-recompute": (
+        2, ["--tensor-model-parallel-size", "2", "--recompute-granularity", "full", "--recompute-method", "uniform",
+            "--recompute-num-layers", "1", "--distribute-saved-activations"],
+    ),
     "sp-dropped": (1, ["--sequence-parallel"]),
-}
+}  # fmt: skip
 MODEL = [
     "--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm", "--qk-layernorm",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.dropout import DropoutCoordinates
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, make_norm
+from megatron.core.transformer.recompute import run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -81,6 +82,7 @@ class SelfAttention(nn.Module):
         self.core_attention = build_module(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
+        self._run_core = run_of(config, "core_attn")
         self.linear_proj = build_module(
             submodules.linear_proj,
             heads * channels,
@@ -112,7 +114,7 @@ class SelfAttention(nn.Module):
         if rotary_pos_emb is not None:
             query = apply_rotary(query, *rotary_pos_emb, self.rotary_interleaved)
             key = apply_rotary(key, *rotary_pos_emb, self.rotary_interleaved)
-        mixed = self.core_attention(query, key, value, attention_mask, packed_seq_params, dropout)
+        mixed = self._run_core(self.core_attention, query, key, value, attention_mask, packed_seq_params, dropout)
         output, _ = self.linear_proj(mixed)
         return output
 

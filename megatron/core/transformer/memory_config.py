@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm")
+"""What selective recomputation knows to drop."""
+
 
 @dataclass(kw_only=True)
 class RecomputeConfig:
@@ -22,7 +25,8 @@ class RecomputeConfig:
     """Layers per group (uniform) or recomputed layers per stage (block)."""
 
     recompute_modules: list[str] | None = None
-    """Modules that selective recomputation drops, such as core_attn, mlp, layernorm; default: core_attn."""
+    """What selective recomputation drops: core_attn (attention between its projections), mlp, layernorm (the outputs of
+    a layer's two norms); default: core_attn."""
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""

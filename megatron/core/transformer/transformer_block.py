@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.dropout import DropoutCoordinates
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -79,6 +81,8 @@ class TransformerBlock(nn.Module):
         for index in layer_range:
             layer = build_module(spec.layer_specs[index], config, layer_number=index + 1, groups=groups)
             self.layers.append(layer, index)
+        self._runs = layer_runs(config, len(self.layers), groups)
+        """Which layers run together, and what they keep for backward."""
         self.final_layernorm = None
         if post_layer_norm:
             self.final_layernorm = build_module(
@@ -95,6 +99,13 @@ class TransformerBlock(nn.Module):
         dropout: DropoutCoordinates | None = None,
     ) -> Tensor:
         hidden_states = hidden_states.to(self.stream_dtype)
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        around = (attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        for run, positions in self._runs:
+            hidden_states = run(partial(self._through, positions, around), hidden_states)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
+
+    def _through(self, positions: range, around: tuple, hidden_states: Tensor) -> Tensor:
+        """Layers ``positions`` of this stage; ``around`` is what they take besides the hidden states."""
+        for position in positions:
+            hidden_states = self.layers[position](hidden_states, *around)
+        return hidden_states

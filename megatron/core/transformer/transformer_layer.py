@@ -20,6 +20,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.dropout import DropoutCoordinates, make_dropout
+from megatron.core.transformer.recompute import forget_norms, run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -65,6 +66,7 @@ class TransformerLayer(nn.Module):
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, *norm_arguments, groups=groups)
         self.mlp = build_module(submodules.mlp, config, groups=groups)
         self.mlp_dropout = make_dropout(config.hidden_dropout, "layer", layer_number, "mlp output")
+        self._run_mlp, self._saving = run_of(config, "mlp"), forget_norms(config)
         self._residual = _stream_itself
         if config.apply_residual_connection_post_layernorm:
             self._residual = _normed_stream
@@ -78,7 +80,10 @@ class TransformerLayer(nn.Module):
         dropout: DropoutCoordinates | None = None,
     ) -> Tensor:
         normed = self.input_layernorm(hidden_states)
-        branch = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        with self._saving(normed, self.input_layernorm, hidden_states):
+            branch = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
         hidden_states = self._residual(hidden_states, normed) + self.attention_dropout(branch, dropout)
         normed = self.pre_mlp_layernorm(hidden_states)
-        return self._residual(hidden_states, normed) + self.mlp_dropout(self.mlp(normed), dropout)
+        with self._saving(normed, self.pre_mlp_layernorm, hidden_states):
+            branch = self._run_mlp(self.mlp, normed)
+        return self._residual(hidden_states, normed) + self.mlp_dropout(branch, dropout)

@@ -188,6 +188,9 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--overlap-param-gather", 1, "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad"),
         ("--recompute-granularity full", 1, "--recompute-method: is required by --recompute-granularity full"),
         ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
+        ("--recompute-activations --recompute-modules mlp moe", 1, "--recompute-modules mlp moe: moe not available"),
+        ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
+        ("--distribute-saved-activations", 1, "--distribute-saved-activations: counts only with --recompute-gran"),
         ("--multi-latent-attention --group-query-attention", 1, "--group-query-attention: contradicts --multi-latent"),
     ],
 )  # fmt: skip

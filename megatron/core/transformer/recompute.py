@@ -1,0 +1,141 @@
+"""Activations that are dropped after the forward pass and computed again in the backward pass (Chen et al. 2016;
+selectively: Korthikanti et al. 2022, section 5).
+
+full       whole layers: of groups of N layers (uniform), or of each of a stage's first N layers (block; of each chunk's
+           with virtual stages), only the input is kept
+selective  core_attn: attention between the projections · mlp: the feed-forward network · layernorm: what the two norms
+           of a layer put out
+
+What is computed again is bit for bit the same: dropout masks are functions of coordinates, and torch's own generators,
+which modules of users may draw from, are set back. Collectives inside run again, on all ranks alike. Gradient hooks and
+``main_grad`` see one backward pass, since the graph is the one of the first forward pass (torch's non-reentrant
+checkpoint).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from megatron.core.process_groups import Group, ProcessGroups
+from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim, split_along_first_dim
+from megatron.core.transformer.memory_config import RECOMPUTED_MODULES, RecomputeConfig
+
+Run = Callable[..., Any]
+"""``run(function, *args)`` is ``function(*args)`` with a choice of what is kept for backward."""
+
+
+def keep(function: Callable, *args: Any) -> Any:
+    """Everything that backward needs is kept."""
+    return function(*args)
+
+
+def recompute(function: Callable, *args: Any) -> Any:
+    """Only the arguments are kept."""
+    if not torch.is_grad_enabled():
+        return function(*args)
+    return checkpoint(function, *args, use_reentrant=False)
+
+
+class _Split(NamedTuple):
+    shard: Tensor
+    shape: torch.Size
+
+
+def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> Any:
+    """Only the arguments are kept, and of tensors that all ranks of ``group`` hold alike only this rank's share.
+
+    They are gathered again in backward. The ranks must run the same functions in the same order.
+    """
+
+    def pack(x: Tensor) -> Tensor | _Split:
+        if not x.is_floating_point() or x.numel() == 0 or x.numel() % group.size:
+            return x
+        return _Split(split_along_first_dim(x.detach().reshape(-1), group).clone(), x.shape)
+
+    def unpack(kept: Tensor | _Split) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return all_gather_along_first_dim(kept.shard, group).view(kept.shape)
+
+    # inside, the checkpoint has hooks of its own: these see its arguments alone
+    with saved_tensors_hooks(pack, unpack):
+        return recompute(function, *args)
+
+
+def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
+    """What selective recomputation drops; ValueError for names that it does not know."""
+    if config.recompute_granularity != "selective":
+        return frozenset()
+    names = frozenset(("core_attn",) if config.recompute_modules is None else config.recompute_modules)
+    if unknown := sorted(names - set(RECOMPUTED_MODULES)):
+        raise ValueError(f"recompute_modules {unknown}: choose from {', '.join(RECOMPUTED_MODULES)}")
+    return names
+
+
+def run_of(config: RecomputeConfig, module: str) -> Run:
+    """How a module of a layer runs."""
+    return recompute if module in recomputed_modules(config) else keep
+
+
+def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) -> list[tuple[Run, range]]:
+    """(how, which layers) for the layers of one stage, by position, in order. ValueError for incomplete settings."""
+    if config.recompute_granularity != "full":
+        return [(keep, range(num_layers))]
+    count = config.recompute_num_layers
+    if config.recompute_method is None or count is None or count < 1:
+        raise ValueError("recompute_granularity 'full' needs recompute_method and recompute_num_layers of at least 1")
+    run: Run = recompute
+    if config.distribute_saved_activations and groups.tp.size > 1:
+        run = partial(recompute_from_split_input, groups.tp)
+    if config.recompute_method == "uniform":
+        return [(run, range(first, min(first + count, num_layers))) for first in range(0, num_layers, count)]
+    count = min(count, num_layers)
+    return [*((run, range(index, index + 1)) for index in range(count)), (keep, range(count, num_layers))]
+
+
+class _Recipe(NamedTuple):
+    """How to compute a tensor again."""
+
+    function: Callable[[Tensor], Tensor]
+    argument: Tensor
+
+
+Forget = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], AbstractContextManager]
+
+
+def forget(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
+    """Operations inside keep a recipe instead of ``output``, which is ``function(argument)``."""
+    if not torch.is_grad_enabled() or output is argument:
+        return nullcontext()
+    address, shape = output.data_ptr(), output.shape
+
+    def pack(x: Tensor) -> Tensor | _Recipe:
+        is_it = x.data_ptr() == address and x.shape == shape and x.dtype == output_dtype
+        return _Recipe(function, argument) if is_it else x
+
+    def unpack(kept: Tensor | _Recipe) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        with torch.no_grad():
+            return kept.function(kept.argument)
+
+    output_dtype = output.dtype
+    return saved_tensors_hooks(pack, unpack)
+
+
+def remember(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
+    """Operations inside keep ``output`` as usual."""
+    return nullcontext()
+
+
+def forget_norms(config: RecomputeConfig) -> Forget:
+    """What a layer does with its norms' outputs."""
+    return forget if "layernorm" in recomputed_modules(config) else remember

@@ -1,0 +1,124 @@
+"""A few optimizer steps of a small GPT on tensor- and data-parallel ranks, through the gradient buffers, in fp64, with
+dropout on: losses, global gradients, norms and global weights after each."""
+
+import functools
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.sharded_tensor import from_spec
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    partial_gradients,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.placement import global_name, named_specs
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DOUBLE = torch.float64
+STEPS, BATCH, LENGTH, VOCAB = 4, 4, 8, 53
+
+
+def build(groups, model=(), **overrides):
+    """A small GPT with everything on that is not overridden."""
+    settings = {
+        "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": DOUBLE, "init_method_std": 0.2,
+        "hidden_dropout": 0.1, "attention_dropout": 0.1, "use_cpu_initialization": True,
+        "tensor_model_parallel_size": groups.tp.size, **overrides,
+    }  # fmt: skip
+    if groups.tp.size == 1:
+        settings.update(sequence_parallel=False, tp_comm_overlap=False, distribute_saved_activations=False)
+    config = TransformerConfig(**settings)
+    spec = get_gpt_decoder_block_spec(config)
+    return GPTModel(config, spec, vocab_size=VOCAB, max_sequence_length=LENGTH, groups=groups, **dict(model))
+
+
+def shards(model, groups, value):
+    """(global name, global shape, offsets, values) of what ``value`` gives for each parameter."""
+    found = []
+    for name, parameter, spec in named_specs(model):
+        shard = from_spec(global_name(name, spec), value(parameter), spec, groups)
+        found.append((shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone()))
+    return found
+
+
+def assembled(per_rank):
+    """Name -> global tensor; what several ranks hold must agree."""
+    whole, seen = {}, {}
+    for rank_shards in per_rank:
+        for name, shape, offsets, values in rank_shards:
+            target = whole.setdefault(name, torch.full(shape, torch.nan, dtype=values.dtype))
+            region = target[tuple(slice(start, start + n) for start, n in zip(offsets, values.shape))]
+            if (name, offsets) in seen:
+                torch.testing.assert_close(values, region, rtol=1e-11, atol=1e-13, msg=f"{name}: replicas differ")
+            seen[name, offsets] = True
+            region.copy_(values)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def step_results(ddp, optimizer, groups, step):
+    """Forward and backward of this rank's half of the batch in two micro-batches, sums, update."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    mask = torch.rand((BATCH, LENGTH), generator=generator) < 0.8
+    rows = torch.arange(BATCH).chunk(groups.dp.size)[groups.dp.rank].chunk(2)
+    ddp.zero_grad_buffer()
+    loss = torch.zeros((), dtype=DOUBLE)
+    for index, part in enumerate(rows):
+        with ddp.no_sync() if index < len(rows) - 1 else torch.enable_grad():
+            losses = ddp(
+                tokens[part, :-1], torch.arange(LENGTH).expand(len(part), -1), labels=tokens[part, 1:],
+                sample_index=part + step * BATCH,
+            )  # fmt: skip
+            micro_loss = (losses * mask[part]).sum()
+            (micro_loss / BATCH).backward()
+            loss += micro_loss.detach()
+    finalize_model_grads([ddp], mask[torch.cat(rows)].sum(), expected_tokens=float(BATCH), groups=groups)
+    gradients = shards(ddp.module, groups, lambda parameter: parameter.main_grad)
+    _, norm, _ = optimizer.step()
+    return loss, gradients, norm, shards(ddp.module, groups, lambda parameter: parameter)
+
+
+def train(rank, world_size, tp, sabotage, model, overrides, ddp_settings):
+    groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+    if sabotage == "no partial sums":
+        partial_gradients._all_reduce, real = lambda sums, group: None, partial_gradients._all_reduce
+    try:
+        module = build(groups, model, **overrides)
+        ddp = DistributedDataParallel(None, DistributedDataParallelConfig(**ddp_settings), module, groups=groups)
+        # key biases have no gradient but rounding, which Adam would scale up to 1 with a small epsilon
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=1.0, adam_eps=1e-4), [ddp], groups=groups)
+        return groups.tp.size, [step_results(ddp, optimizer, groups, step) for step in range(STEPS)]
+    finally:
+        if sabotage == "no partial sums":
+            partial_gradients._all_reduce = real
+
+
+def run(pool, world_size, tp, model=(), overrides=(), ddp_settings=(), sabotage=None):
+    """Per step: (loss, global gradients, norm, global weights)."""
+    ranks = pool.run(train, world_size, tp, sabotage, dict(model), dict(overrides), dict(ddp_settings))
+    steps = []
+    for results in zip(*(steps for _, steps in ranks)):
+        losses, gradients, norms, weights = zip(*results)
+        assert len(set(norms)) == 1
+        steps.append((sum(losses) / tp, assembled(gradients), norms[0], assembled(weights)))
+    return steps
+
+
+@functools.cache
+def cached_run(pool, model, overrides):
+    return run(pool, 1, 1, model, overrides)
+
+
+def compare(steps, reference):
+    for mine, expected in zip(steps, reference, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def frozen(settings):
+    return tuple(sorted(settings.items()))

@@ -1,0 +1,123 @@
+"""Recomputation changes memory and nothing else."""
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.core import parallel_state
+from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.transformer.memory_config import RecomputeConfig
+from megatron.core.transformer.recompute import keep, layer_runs, recomputed_modules
+from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
+
+NETWORK = {
+    "num_layers": 3, "swiglu": True, "normalization": "RMSNorm", "qk_layernorm": True, "num_query_groups": 2,
+}  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_num_layers": 2}
+VARIANTS = {
+    "uniform": {**FULL, "recompute_method": "uniform"},
+    "block": {**FULL, "recompute_method": "block"},
+    "attention": {"recompute_granularity": "selective"},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "all parts": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
+    "distributed": {**FULL, "recompute_method": "uniform", "distribute_saved_activations": True},
+}
+LAYOUTS = {
+    "one": (1, 1, {}), "tp2": (2, 2, {}), "tp2-sp": (2, 2, {"sequence_parallel": True}),
+    "tp4-shared-heads": (4, 4, {"sequence_parallel": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_steps_are_those_without_recomputation(gloo_pool, variant, layout):
+    world_size, tp, more = LAYOUTS[layout]
+    if variant == "distributed" and layout != "tp2":
+        pytest.skip("needs tensor parallelism without sequence parallelism")
+    settings = {"overlap_grad_reduce": True, "bucket_size": 100}
+    steps = run(gloo_pool, world_size, tp, {}, {**NETWORK, **more, **VARIANTS[variant]}, settings)
+    compare(steps, cached_run(gloo_pool, frozen({}), frozen(NETWORK)))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors made inside that still live, views of ``model``'s parameters apart."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.storages = {}
+        self.parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, torch.Tensor):
+                storage = each.untyped_storage()
+                if storage.data_ptr() not in self.parameters:
+                    self.storages[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        return results
+
+    def total(self):
+        return sum(size for reference, size in self.storages.values() if not reference.expired())
+
+
+def kept_bytes(groups, overrides):
+    """What the layers keep between forward and backward."""
+    model = build(
+        groups, {}, **{**NETWORK, "num_layers": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0, **overrides}
+    )
+    hidden = torch.randn(8 // (groups.tp.size if model.config.sequence_parallel else 1), 2, 16, dtype=torch.float64)
+    hidden.requires_grad_()
+    with LiveBytes(model) as live:
+        output = model.decoder(hidden * 1)
+    bytes_kept = live.total()
+    output.sum().backward()
+    return bytes_kept
+
+
+def test_less_is_kept(gloo_pool):
+    variants = {
+        **{name: VARIANTS[name] for name in ("block", "mlp", "norms", "all parts")},
+        "unfused": {"attention_backend": "unfused"},
+        "unfused, attention": {"attention_backend": "unfused", **VARIANTS["attention"]},
+        "uniform 1": {**VARIANTS["uniform"], "recompute_num_layers": 1},
+        "uniform 4": {**VARIANTS["uniform"], "recompute_num_layers": 4},
+    }
+    kept = {name: kept_bytes(SINGLE_PROCESS, overrides) for name, overrides in variants.items()}
+    everything = kept_bytes(SINGLE_PROCESS, {})
+    stream = 8 * 2 * 16 * 8
+    assert kept["uniform 4"] < kept["uniform 1"] < kept["block"] < everything
+    assert kept["uniform 1"] <= 7 * stream  # four layers' inputs, the final norm's, its output
+    assert everything - kept["norms"] == 8 * stream  # two outputs of each of four layers
+    assert kept["all parts"] < kept["mlp"] < everything
+    assert kept["unfused, attention"] < kept["unfused"]
+
+
+def _kept_on_ranks(rank, world_size, variant):
+    groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    return kept_bytes(groups, {**VARIANTS[variant], "recompute_num_layers": 1})
+
+
+def test_saved_inputs_are_spread_over_the_ranks(gloo_pool):
+    whole, spread = (gloo_pool.run(_kept_on_ranks, 2, name)[0] for name in ("uniform", "distributed"))
+    assert whole - spread == 4 * 8 * 2 * 16 * 8 // 2  # half of each of four inputs
+
+
+def test_layers_run_in_the_groups_that_were_asked_for():
+    def positions(method, count, num_layers):
+        config = RecomputeConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=count)
+        return [(run is not keep, list(layers)) for run, layers in layer_runs(config, num_layers, SINGLE_PROCESS)]
+
+    assert positions("uniform", 2, 5) == [(True, [0, 1]), (True, [2, 3]), (True, [4])]
+    assert positions("block", 2, 4) == [(True, [0]), (True, [1]), (False, [2, 3])]
+    assert positions("block", 9, 1) == [(True, [0]), (False, [])]
+    assert layer_runs(RecomputeConfig(), 3, SINGLE_PROCESS) == [(keep, range(3))]
+
+
+def test_incomplete_settings_are_refused():
+    with pytest.raises(ValueError, match="recompute_num_layers"):
+        layer_runs(RecomputeConfig(recompute_granularity="full"), 2, SINGLE_PROCESS)
+    with pytest.raises(ValueError, match=r"\['moe'\]: choose from core_attn, mlp, layernorm"):
+        recomputed_modules(RecomputeConfig(recompute_granularity="selective", recompute_modules=["moe"]))
