@@ -242,11 +242,25 @@ class Checkpointer:
             problems.append(f"{found.directory} was trained with another tokenizer: use its own, or --finetune")
         if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" not in objects:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
+        if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" in objects:
+            problems += self._other_precision(reader, found)
         if not weights_only and not cfg.no_load_rng and not any(name.startswith("rng.") for name in reader.names):
             problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
             raise CheckpointError("; ".join(problems))
         check_args(objects["args"], config_to_dict(cfg), found.directory, weights_only=weights_only)
+
+    def _other_precision(self, reader: CheckpointReader, found: Found) -> list[str]:
+        """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""
+        stored = any(name.startswith("optimizer.main_param.") for name in reader.names)
+        if stored == (self.cfg.bf16 or self.cfg.fp16):
+            return []
+        precisions = ("half precision (--bf16 or --fp16)", "full precision")
+        theirs, ours = precisions if stored else reversed(precisions)
+        return [
+            f"{found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in the same"
+            " precision, or add --no-load-optim to go on from its weights with fresh optimizer state"
+        ]
 
     def _same_world(self, reader: CheckpointReader) -> bool:
         """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""

@@ -101,3 +101,60 @@ def test_sharding_and_overlap_change_no_bit(gloo_pool, dataset, tmp_path, precis
         result = digests(folder / "iter_0000006"), losses(folder)
         expected = expected or result
         assert result == expected, name
+
+
+KINDS_OF_STATE = {
+    "plain": (2, []),
+    "sharded": (3, [*OVERLAPPED, "--ddp-bucket-size", "700"]),
+    "instances": (4, [*SHARDED, "--num-distributed-optimizer-instances", "2"]),
+    "fsdp2": (3, FULLY_SHARDED),
+    "hsdp": (4, [*FULLY_SHARDED, "--num-distributed-optimizer-instances", "2"]),
+    "tp": (4, [*SHARDED, *SMALL, "--tensor-model-parallel-size", "2"]),
+}
+TWELVE = ["--global-batch-size", "12", "--micro-batch-size", "1", "--clip-grad", "0.5"]
+
+
+def halves(pool, dataset, folder, writer, reader, flags, fp64):
+    """Three iterations on one layout (once per writer), three on another; the checkpoint's tensors."""
+    half, target = folder / "halves" / writer[0], folder / f"{writer[0]} to {reader[0]}"
+    if not half.exists():
+        run(pool, writer[1], dataset, half, [*flags, *writer[2], "--exit-interval", "3"], fp64)
+    run(pool, reader[1], dataset, target, [*flags, *reader[2], "--load", str(half)], fp64)
+    return target / "iter_0000006"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_layout_continues_any_other(gloo_pool, dataset, tmp_path, kind):
+    """Half a run on one layout, the other half on another: weights and moments of a whole run."""
+    flags = [*TWELVE, *KINDS[kind]]
+    layouts = [(name, *layout) for name, layout in KINDS_OF_STATE.items()]
+    expected = tensors(run(gloo_pool, 1, dataset, tmp_path / "whole", flags, fp64=True) / "iter_0000006")
+    for place, writer in enumerate(layouts):
+        for distance in (1, 2) if kind == "adam" else (3,):
+            reader = layouts[(place + distance) % len(layouts)]
+            found = tensors(halves(gloo_pool, dataset, tmp_path, writer, reader, flags, fp64=True))
+            assert found.keys() == expected.keys()
+            for key, tensor in expected.items():
+                text = f"{writer[0]} to {reader[0]}: {key}"
+                torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11, msg=lambda m: f"{text}: {m}")
+
+
+@pytest.mark.parametrize("precision", ["--bf16", "--fp16"])
+def test_changing_the_layout_changes_no_bit_of_half_precision(gloo_pool, dataset, tmp_path, precision):
+    """fp32 main weights and moments survive exactly, and two ranks' sums of one micro-batch each have one order."""
+    flags = ["--micro-batch-size", "4", "--clip-grad", "0", precision, "--initial-loss-scale", "1024"]
+    flags += ["--no-gradient-accumulation-fusion"]  # fully_shard rounds weight gradients to half precision too
+    layouts = [("plain", 2, []), ("sharded", 2, [*OVERLAPPED, *SMALL]), ("fsdp2", 2, FULLY_SHARDED)]
+    expected = digests(run(gloo_pool, 2, dataset, tmp_path / "whole", flags) / "iter_0000006")
+    for place, writer in enumerate(layouts):
+        for distance in (0, 1) if precision == "--bf16" else (1,):
+            reader = layouts[(place + distance) % 3]
+            assert digests(halves(gloo_pool, dataset, tmp_path, writer, reader, flags, False)) == expected, writer[0]
+
+
+def test_another_precision_is_refused_with_the_fix(gloo_pool, dataset, tmp_path):
+    run(gloo_pool, 2, dataset, tmp_path, ["--exit-interval", "2", *SHARDED])
+    argv = ["--data-path", str(dataset), "--split", "80,10,10", *SHORT, "--bf16", "--load", str(tmp_path)]
+    for code, errors in gloo_pool.run(train_with_errors, 2, argv):
+        assert code != 0 and "--no-load-optim" in errors and "full precision" in errors
+    assert gloo_pool.run(train_with_errors, 2, [*argv, "--no-load-optim"])[0] == (0, "")
