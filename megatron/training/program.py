@@ -36,6 +36,7 @@ from megatron.training.initialize import (
     world_size_from_environment,
 )
 from megatron.training.parallelize import build_model, parallelize, report_parameters
+from megatron.training.self_checks import check_build, replica_checks
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 from megatron.training.trainer import Components, Trainer
@@ -90,6 +91,8 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     with ExitConditions(cfg) as exits:
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
+        check_build(parts, cfg)
+        parts.hooks = [*replica_checks(cfg, parts), *parts.hooks]
         watchdog.watch(parts)
         info = run_info(cfg, parts)
         for hook in parts.hooks:

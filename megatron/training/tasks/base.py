@@ -53,6 +53,10 @@ class Task:
         """One forward pass: the output, and a function of the output that gives :meth:`loss_func`'s triple."""
         raise NotImplementedError
 
+    def num_parameters(self) -> int | None:
+        """Parameters of the whole model by a closed form, which the build must add up to; None when unknown."""
+        return None
+
     def flops_per_sample(self) -> float | None:
         """Model FLOPs of one training sample, forward and backward, without recomputation; None when unknown."""
         return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.models.common.flops import gpt_flops_per_sample
+from megatron.core.models.common.flops import gpt_flops_per_sample, num_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -109,6 +109,15 @@ class GPTTask(Task):
             sample_index=batch["sample_index"],
         )
         return output, partial(self.loss_func, batch)
+
+    def num_parameters(self) -> int:
+        """Padding of the vocabulary not counted."""
+        cfg = self.cfg
+        return num_parameters(
+            cfg, vocab_size=self.vocab_size, max_sequence_length=cfg.max_position_embeddings,
+            position_embedding_type=cfg.position_embedding_type,
+            share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+        )  # fmt: skip
 
     def flops_per_sample(self) -> float:
         """Causal attention counted as half, no recomputation, no embedding look-up."""

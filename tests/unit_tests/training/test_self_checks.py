@@ -1,0 +1,118 @@
+"""A model with a hole or a double does not train; a copy that drifts by one bit is named."""
+
+import contextlib
+
+import pytest
+
+from megatron.core.process_groups import RankGrid
+from megatron.training.self_checks import Piece, describe_layout, problems_of
+from tests.test_utils.layout_table import row
+from tests.test_utils.layouts import VOCAB_SIZE, configure
+
+
+def layer(index, stage=0, offsets=(0, 0), lengths=(4, 4), tied=False):
+    return Piece(f"decoder.layers.{index}.weight", (4, 4), offsets, lengths, stage, tied)
+
+
+def test_whole_models_have_no_problems():
+    halves = [layer(0, offsets=(0, 0), lengths=(2, 4)), layer(0, offsets=(2, 0), lengths=(2, 4))]
+    assert not list(problems_of([*halves, layer(1, 1), layer(1, 1)], 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "words"),
+    [
+        ([layer(0)], "layer 2 is on no rank"),
+        ([layer(0), layer(1), layer(2)], "layer 3 is beyond --num-layers 2"),
+        ([layer(0), layer(1), layer(1, 1)], "decoder.layers.1.weight on stages 0 and 1, though nothing ties them"),
+        ([layer(0, lengths=(2, 4)), layer(1)], "decoder.layers.0.weight: the ranks hold 8 of its 16 elements"),
+        ([layer(0), layer(1)._replace(shape=(5, 4))], "20 elements"),
+    ],
+)
+def test_holes_and_doubles_are_named(pieces, words):
+    assert words in "; ".join(problems_of(pieces, 2, None))
+
+
+def test_a_wrong_sum_is_a_problem():
+    assert list(problems_of([layer(0)], 1, 17)) == ["the ranks hold 16 parameters, the settings make 17"]
+
+
+def test_the_layout_is_readable():
+    grid = RankGrid(tp=2, pp=2, dp=2)
+    assert list(describe_layout(grid, [layer(0), layer(1), layer(2, 1)])) == [
+        "layout: 8 ranks = tensor 2 x context 1 x data 2 x pipeline 2; order tp-cp-ep-dp-pp, fastest first",
+        "  tensor ranks    [0 1] [2 3] [4 5] [6 7]",
+        "  data ranks      [0 2] [1 3] [4 6] [5 7]",
+        "  pipeline ranks  [0 4] [1 5] [2 6] [3 7]",
+        "  stage 0 (ranks 0-3): layers 1-2; 32 parameters",
+        "  stage 1 (ranks 4-7): layer 3; 16 parameters",
+    ]
+
+
+def build(rank, world_size, one, fault=None):
+    """Builds a row's model and checks it; the problem, if any."""
+    from megatron.training.initialize import initialize_megatron
+    from megatron.training.layout_trace import with_synthetic_data
+    from megatron.training.program import build_components
+    from megatron.training.self_checks import BuildError, check_build
+    from megatron.training.tasks.gpt import GPTTask
+    from tests.test_utils import layout_faults
+
+    cfg = configure(one.argv, world_size, "fp32")
+    with contextlib.nullcontext() if fault is None else getattr(layout_faults, fault)(rank):
+        parts = build_components(cfg, with_synthetic_data(GPTTask, VOCAB_SIZE)(cfg), initialize_megatron(cfg))
+    try:
+        check_build(parts, cfg)
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "name", ["dp2", "zero2-gather", "tp4-sp-groups-below-ranks", "pp4-uneven", "pp2-vpp", "pp2-tp2-sp"]
+)
+def test_layouts_hold_the_model_once(gloo_pool, name):
+    one = row(name)
+    assert gloo_pool.run(build, one.world_size, one) == [None] * one.world_size
+
+
+def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
+    messages = gloo_pool.run(build, 2, row("pp2-uneven"), "dropped_layer")
+    assert messages[0] == messages[1] and "layer 7 is on no rank" in messages[0]
+    assert "the settings make" in messages[0]
+
+
+def train_with_drift(rank, world_size, one):
+    """Flips the last bit of a norm weight on rank 1 after the first step; what --check-replicas says."""
+    import torch
+
+    from megatron.training.layout_trace import with_synthetic_data
+    from megatron.training.program import _run
+    from megatron.training.self_checks import ReplicasDiffer
+    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.watchdog import Watchdog
+
+    class Drifting(with_synthetic_data(GPTTask, VOCAB_SIZE)):
+        batches = 0
+
+        def forward_step(self, data_iterator, model):
+            self.batches += 1
+            if rank == 1 and self.batches == 4:
+                weight = dict(model.named_parameters())["module.decoder.layers.1.input_layernorm.weight"]
+                weight.data.view(torch.int32)[3] ^= 1
+            return super().forward_step(data_iterator, model)
+
+    cfg = configure(one.argv + ["--check-replicas", "1000"], world_size, "fp32")
+    try:
+        _run(cfg, lambda resolved, tokenizer: Drifting(resolved), Watchdog(cfg))
+    except ReplicasDiffer as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", ["dp2", "tp2"])
+def test_one_flipped_bit_is_named_with_its_rank(gloo_pool, name):
+    messages = gloo_pool.run(train_with_drift, 2, row(name))
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("iteration 2: copies differ from those of the first rank that holds them: ")
+    assert "decoder.layers.1.input_layernorm.weight on rank 1" in messages[0]
