@@ -204,4 +204,6 @@ def make_block_kernel(
     if channels % 8 or channels > 256:
         logger.warning("context parallelism: no fused kernel takes %d channels per head; using plain torch", channels)
         return BlockwiseTorch(scale)
-    return FusedBlocks(scale, "flash" if backend == "flash" or channels > 128 else "cudnn")
+    # cuDNN's backward takes at most 128 channels and does not repeat its bits
+    flash = backend == "flash" or channels > 128 or torch.are_deterministic_algorithms_enabled()
+    return FusedBlocks(scale, "flash" if flash else "cudnn")

@@ -5,6 +5,7 @@ Legend: s sequence (local), b batch, a query heads, g key/value groups, d head d
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,21 +27,20 @@ class WholeSequenceCore:
 
     def __init__(self, core: nn.Module) -> None:
         self.core = core
-        self._packed: tuple[Bounds, PackedSeqParams] | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None, dropout: WeightDropout | None
     ) -> Tensor:
         assert dropout is None
-        packed = None if documents is None else self._boundaries(documents, query.device)
+        packed = None if documents is None else _boundaries(documents, query.device)
         return self.core(query, key, value, None, packed).unflatten(-1, query.shape[-2:])
 
-    def _boundaries(self, documents: Bounds, device: torch.device) -> PackedSeqParams:
-        """On the device; kept, since all micro-batches of a step without packing ask for the same."""
-        if self._packed is None or self._packed[0] != documents:
-            cu_seqlens = torch.tensor(documents, dtype=torch.int32, device=device)
-            self._packed = documents, PackedSeqParams(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
-        return self._packed[1]
+
+@functools.lru_cache(maxsize=8)
+def _boundaries(documents: Bounds, device: torch.device) -> PackedSeqParams:
+    """On the device; kept, since all layers ask for the same."""
+    cu_seqlens = torch.tensor(documents, dtype=torch.int32, device=device)
+    return PackedSeqParams(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, bounds=documents)
 
 
 class ContextParallelAttention(nn.Module):

@@ -229,7 +229,8 @@ def make_core_attention(
     if groups.cp.size == 1:
         return core
     visibility = Visibility(core.causal, core.window)
-    whole_sequence_core = None if unfused else core
+    # windows: SDPA would need a mask of the whole sequence, the blocks of a ring of one rank need none
+    whole_sequence_core = None if unfused or core.window is not None else core
     return make_context_parallel_attention(
         config, layer_number, visibility, core.softmax_scale, groups, whole_sequence_core
     )
