@@ -113,8 +113,9 @@ class FlagSpec:
     def check(self, value: Any) -> Any:
         """``value``, or a ``ValueError`` with the reason."""
         if self.choices and value not in self.choices:
-            close = difflib.get_close_matches(str(value), [str(choice) for choice in self.choices], n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
+            known = {str(choice).lower(): choice for choice in self.choices}
+            close = difflib.get_close_matches(str(value).lower(), known, n=1)
+            hint = f"; did you mean {known[close[0]]}?" if close else ""
             raise ValueError(f"must be one of {', '.join(map(str, self.choices))}{hint}")
         return value
 

@@ -99,3 +99,29 @@ def test_flag_reference_is_current():
         [sys.executable, str(ROOT / "tools" / "generate_docs.py"), "--check"], capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+ONLY_CHECKED = {
+    "add_position_embedding": "--position-embedding-type chooses learned positions; a rule refuses contradictions",
+}
+"""Available flags that nothing but a rule reads."""
+
+
+def names_read_by_the_program():
+    """Attributes read, and names in strings, in all files but those that declare or check settings (or list them)."""
+    found = set()
+    for path in (ROOT / "megatron").rglob("*.py"):
+        if "config" in path.parts or path.name.startswith("rules"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path.name != "checkpoint_args.py":
+                found.update(node.value.split() if len(node.value) < 80 else ())
+    return found
+
+
+def test_every_available_flag_is_read_by_the_program():
+    """A flag that parses has an effect, or says that it has none, or is refused."""
+    declared = {spec.field for spec in flag_specs()} - set(NOT_YET) - set(NO_EFFECT) - set(ONLY_CHECKED)
+    assert sorted(declared - names_read_by_the_program()) == []

@@ -1,0 +1,183 @@
+"""Every command in README.md and docs/*.md runs, and what the pages show as its output is its output.
+
+Blocks marked ``bash`` run in order, page by page, in a folder with some text to work on; a block without a language
+that begins with ``$`` is a command and exactly what it prints. Sizes that take a cluster are made small first
+(``SMALLER``).
+A line above a block takes it out, in words that tell the reader too:
+
+    <!-- needs GPUs -->              runs only where there is one
+    <!-- not run: the reason -->     never runs here
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron.training.resolve import gpu_present
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+SMALLER = {
+    r"--num-layers \d+": "--num-layers 2",
+    r"--hidden-size \d+": "--hidden-size 32",
+    r"--num-attention-heads \d+": "--num-attention-heads 4",
+    r"--seq-length \d+": "--seq-length 32",
+    r"--max-position-embeddings \d+": "--max-position-embeddings 32",
+    r"--train-iters \d+": "--train-iters 3 --eval-iters 1 --num-workers 0",
+    r"--lr-warmup-iters \d+": "--lr-warmup-iters 1",
+    r"--save-interval \d+": "--save-interval 2",
+    r"--global-batch-size \d+": "--global-batch-size 8",
+    r"--nproc_per_node=\d+": "--nproc_per_node=2",
+    r"--vocab-size 8192": "--vocab-size 300",
+    r"--workers \d+": "--workers 1",
+}
+ELSEWHERE = {
+    r"^\./(quickstart|run_tests)\.sh\b.*$": "the whole program, run on its own",
+    r"^pip install .*$": "the environment is there",
+}
+"""Lines that other tests, or the tests' own start, stand for."""
+
+
+@dataclass
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    mark: str
+    language: str
+    text: str
+
+    @property
+    def shows_output(self):
+        return not self.language and self.text.startswith("$ ")
+
+    @property
+    def commands(self):
+        """The shell script of a ``bash`` block, made small, without what is run elsewhere."""
+        text = self.text
+        for pattern in ELSEWHERE:
+            text = re.sub(pattern, "", text, flags=re.MULTILINE)
+        if self.page.name == "README.md":
+            for pattern, small in SMALLER.items():
+                text = re.sub(pattern, small, text)
+        return text.strip()
+
+
+def blocks_of(page):
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, text.count("\n", 0, match.start()) + 1, match["mark"] or "", match["language"], match["text"])
+        for match in BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """``python`` and ``torchrun`` are this interpreter's, whatever else the machine has."""
+    programs = tmp_path_factory.mktemp("bin")
+    for name, command in {"python": "", "torchrun": " -m torch.distributed.run"}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
+        (programs / name).chmod(0o755)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    gpus = {} if gpu_present() else {"CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120", **gpus}
+
+
+@pytest.fixture
+def workplace(environment, tmp_path):
+    """A copy of the repository as a command sees it, with text and a tokenizer of the names that the pages use."""
+    for name in ("pretrain_gpt.py", "tools", "examples", "megatron"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "parts").mkdir()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "it"]
+    lines = [json.dumps({"text": " ".join(words[i % 7 :] + words[: i % 11])}) for i in range(3000)]
+    for name in ("data.jsonl", "corpus.jsonl"):
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def run(script, folder, environment):
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script], cwd=folder, env=environment, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+
+
+def runs_here(block):
+    assert not block.mark or block.mark == "needs GPUs" or block.mark.startswith("not run: "), block.mark
+    return not block.mark or (block.mark == "needs GPUs" and gpu_present())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_commands_run_in_the_order_of_the_page(page, workplace, environment):
+    blocks = [block for block in blocks_of(page) if runs_here(block)]
+    scripts = [block for block in blocks if block.language in ("bash", "sh") and block.commands]
+    if not scripts:
+        pytest.skip("no commands")
+    if any("tokenizer.json" in block.text for block in scripts):
+        made = "python tools/train_tokenizer.py --input data.jsonl --vocab-size 300 --output . "
+        assert run(made, workplace, environment).returncode == 0
+    for block in blocks:
+        if block in scripts:
+            result = run(block.commands, workplace, environment)
+            assert result.returncode == 0, f"{page.name}:{block.line}\n{block.commands}\n{result.stdout}{result.stderr}"
+        elif block.language == "python" and page.name != "README.md":  # the README's has a test of its own
+            result = subprocess.run(
+                [sys.executable, "-c", block.text], cwd=workplace, env=environment, capture_output=True, text=True
+            )
+            assert result.returncode == 0, f"{page.name}:{block.line}\n{result.stderr}"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, id=f"{b.page.name}:{b.line}") for b in BLOCKS if b.shows_output and "sh" not in b.text.split()[1]],
+)
+def test_shown_output_is_the_output(block, workplace, environment):
+    if not runs_here(block):
+        pytest.skip(block.mark)
+    command, _, shown = re.sub(r"\\\n\s*", "", block.text).partition("\n")
+    result = run(command.removeprefix("$ "), workplace, environment)
+    assert (result.stdout + result.stderr).strip() == shown.strip()
+
+
+def test_pages_speak_of_the_program_alone():
+    """No numbers of issues, no paths of a developer's machine."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = re.findall(r"(?i)\bissues? #?\d+|/work/\S*|/root/\S*|/home/\S*|\bworkplace\b", text)
+        assert not found, f"{page.name}: {found}"
+
+
+def test_every_tool_and_flag_that_the_pages_name_exists():
+    from megatron.core.cli import flags_of, normalize
+    from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+    from megatron.training.arguments import flag_specs
+    from megatron.training.config.retired import RETIRED
+
+    programs = [file for folder in ("tools", "benchmarks", "examples") for file in (ROOT / folder).rglob("*.py")]
+    specs = (*flag_specs(), *flags_of(PreprocessConfig))
+    known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")} | set(RETIRED)
+    known |= {normalize(flag) for file in programs for flag in re.findall(r"--[a-z][\w-]+", file.read_text())}
+    known |= {"--help", "--nproc-per-node", "--standalone", "--max-restarts", "--no-build-isolation", "--inplace"}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        flags = {normalize(flag) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w*{…-])", text)}
+        if page.name != "flags.md":  # generated; it also lists what does not exist
+            assert sorted(flags - known) == [], page.name
+        for name in set(re.findall(r"\b(?:tools|examples|benchmarks|megatron)/[\w/]+\.py\b", text)):
+            assert (ROOT / name).is_file(), f"{page.name}: {name}"
