@@ -97,6 +97,8 @@ def _two_levels(sizes: Sequence[int] | None) -> tuple[int, int] | None:
         return None
     if len(sizes) != 2:
         raise ValueError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
+    if groups.pp.size > 1 and dist.get_backend() == "nccl":
+        _open_lanes(groups, wrap=virtual_pipeline_model_parallel_size is not None)
     return sizes[0], sizes[1]
 
 

@@ -18,6 +18,7 @@ from megatron.core import num_microbatches_calculator as batch_sizes
 from megatron.core import optimizer_param_scheduler as schedules
 from megatron.training.arguments import validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.pipeline_report import pipeline_rows
 
 GIB = 2**30
 
@@ -139,14 +140,15 @@ def dry_run_report(cfg: PretrainConfig) -> str:
     """The report that ``--dry-run`` prints, for a resolved and checked configuration."""
     sections = {
         "layout": _layout(cfg),
+        "pipeline": pipeline_rows(cfg, vocab_size_of(cfg)[0]),
         "model": _model(cfg),
         "batches": _batches(cfg),
         "schedule": _schedule(cfg),
     }
     lines = []
     for title, rows in sections.items():
-        lines.append(title)
-        lines += [f"  {name:<26} {value}" for name, value in rows]
+        section = [f"  {name:<26} {value}" for name, value in rows]
+        lines += [title, *section] if section else []
     return "\n".join([*lines, "the settings are consistent; nothing was started", ""])
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
@@ -22,6 +23,7 @@ from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.process_groups import ProcessGroups
 from megatron.core.transformer.transformer_block import LayerList
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.initialize import training_device
 from megatron.training.tasks.base import Task
 
 logger = logging.getLogger(__name__)
@@ -90,9 +92,15 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """The parameter count of this rank, in the form that users' scripts look for."""
+    """The parameter count of every model-parallel rank, in the form that users' scripts look for."""
     count = sum(parameter.numel() for chunk in model_chunks for parameter in chunk.parameters())
-    logger.info(
-        " > number of parameters on (tensor, pipeline) model parallel rank (%d, %d): %d",
-        groups.tp.rank, groups.pp.rank, count,
-    )
+    counts = torch.tensor([count], device=training_device())
+    if groups.tp_pp.size > 1:
+        gathered = [torch.empty_like(counts) for _ in groups.tp_pp.ranks]
+        dist.all_gather(gathered, counts, group=groups.tp_pp.handle)
+        counts = torch.cat(gathered)
+    for index, each in enumerate(counts.tolist()):  # tensor-parallel ranks come first in every rank order
+        logger.info(
+            " > number of parameters on (tensor, pipeline) model parallel rank (%d, %d): %d",
+            index % groups.tp.size, index // groups.tp.size, each,
+        )

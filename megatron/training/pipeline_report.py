@@ -1,0 +1,76 @@
+"""What a configuration's pipeline looks like: contents of its stages, bubble, activations, timeline. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.pipeline_layout import StageContents, output_layer_cost, pipeline_stages, virtual_pipeline_size
+from megatron.core.pipeline_parallel.actions import Action, Schedule
+from megatron.core.pipeline_parallel.choose import choose_schedule
+from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
+from megatron.training.config.pretrain_config import PretrainConfig
+
+
+def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
+    """The stages of a run; an unknown vocabulary weighs nothing."""
+    return pipeline_stages(cfg, vocab_size=vocab_size, seq_length=cfg.seq_length)
+
+
+def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
+    """The schedule that trains ``num_microbatches`` micro-batches."""
+    name = cfg.pipeline_schedule or ("zero-bubble" if cfg.delay_wgrad_compute else None)
+    return choose_schedule(
+        name, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches,
+        cfg.microbatch_group_size_per_virtual_pipeline_stage,
+    )  # fmt: skip
+
+
+def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
+    """In forward passes of one layer: F costs a stage's layers and output layer, B and W as much each."""
+    forward = [float(len(stage.layers)) for stage in stages_of(cfg, vocab_size)]
+    if vocab_size is not None:
+        assert cfg.seq_length is not None
+        forward[-1] += output_layer_cost(cfg, vocab_size, cfg.seq_length)
+
+    def cost(stage: int, action: Action) -> float:
+        return forward[stage] * (1 if action.kind != "B" or schedule.splits_backward else 2)
+
+    return cost
+
+
+def timeline_of(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | None) -> Timeline:
+    """A simulated iteration, without any time for messages.
+
+    Raises:
+        DeadlockError: if the schedule does not end.
+    """
+    schedule = schedule_of(cfg, num_microbatches)
+    return simulate(schedule, costs_of(cfg, schedule, vocab_size))
+
+
+def microbatches_of(cfg: PretrainConfig) -> int:
+    """Micro-batches of a full global batch on one pipeline."""
+    assert cfg.global_batch_size is not None and cfg.micro_batch_size is not None
+    return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
+
+
+def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:
+    """Per rank, the most (layer, micro-batch) activations alive at once."""
+    stages = stages_of(cfg, vocab_size)
+    return peak_activations(schedule, weight=lambda stage: float(len(stages[stage].layers)))
+
+
+def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:
+    """(name, value) rows for a report; none without a pipeline."""
+    ranks = cfg.pipeline_model_parallel_size
+    if ranks == 1:
+        return
+    stages = stages_of(cfg, vocab_size)
+    for rank in range(ranks):
+        yield f"pipeline rank {rank}", "; ".join(str(stage) for stage in stages[rank::ranks])
+    timeline = timeline_of(cfg, microbatches_of(cfg), vocab_size)
+    schedule = timeline.schedule
+    yield "schedule", f"{schedule.name}, {schedule.num_chunks} per rank, {schedule.num_microbatches} micro-batches"
+    yield "bubble", f"{timeline.bubble:.1%} of the time, by FLOPs, without communication"
+    peaks = ", ".join(f"{peak:g}" for peak in peak_layers(cfg, schedule, vocab_size))
+    yield "layers x micro-batches alive", f"at most {peaks} by rank"
