@@ -165,6 +165,22 @@ def _handle(group: Group) -> Any:
 
 
 def get_tensor_model_parallel_group() -> Any:
+def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
+    """One message over every edge of the pipeline, edge by edge: NCCL connects two ranks when they first talk, and
+    holds up the host of the one until the other comes. In the middle of a schedule that could be a circle."""
+    ranks, me = groups.pp.ranks, dist.get_rank()
+    edges = list(zip(ranks, ranks[1:]))
+    if wrap and len(ranks) > 2:
+        edges.append((ranks[0], ranks[-1]))
+    message = torch.zeros(1, device="cuda")
+    for low, high in edges:
+        for lane, source, target in ((groups.pp_up, low, high), (groups.pp_down, high, low)):
+            if me == source:
+                dist.send(message, target, group=lane.handle)
+            elif me == target:
+                dist.recv(message, source, group=lane.handle)
+
+
     return _handle(_current().groups.tp)
 
 
