@@ -150,7 +150,38 @@ PIPELINE = {
     "pp2-tp2-sp-dp2": ("gpt2", f"{PP2} {VPP} --tensor-model-parallel-size 2 {SP} {GATHER}", 8),
 }  # fmt: skip
 
-TABLE = {**DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE}
+FULL = "--recompute-granularity full --recompute-num-layers"
+RECOMPUTE = {
+    "recompute-uniform": ("gpt2", f"--micro-batch-size 2 {FULL} 1 --recompute-method uniform", 1),
+    "recompute-uniform-2-tp2-sp": ("gpt2", f"{TP2} {SP} {FULL} 2 --recompute-method uniform", 2),
+    "recompute-block-tp2": ("untied", f"{TP2} {FULL} 2 --recompute-method block", 2),
+    "recompute-distributed-tp2": (
+        "gpt2", f"{TP2} {FULL} 1 --recompute-method uniform --distribute-saved-activations", 2,
+    ),
+    "recompute-selective-tp2-sp": ("gpt2", f"{TP2} {SP} --recompute-granularity selective", 2),
+    "recompute-modules": (
+        "llama", f"{TP2} {SP} --recompute-granularity selective --recompute-modules core_attn mlp layernorm", 2,
+    ),
+    "recompute-cp2": ("gpt2", f"{CP2} {FULL} 1 --recompute-method uniform", 2),
+    "recompute-pp2-vpp": ("gpt2", f"{PP2} {VPP} {FULL} 1 --recompute-method uniform", 2),
+    "recompute-pp2": ("untied", f"{PP2} {FULL} 1 --recompute-method block", 2),
+    "recompute-zero2-gather": ("gpt2", f"--micro-batch-size 2 {GATHER} --recompute-activations", 2),
+}  # fmt: skip
+FSDP = "--use-torch-fsdp2"
+FULLY_SHARDED = {
+    "fsdp2": ("gpt2", f"--micro-batch-size 2 {FSDP}", 2),
+    "fsdp4-sgd": ("sgd", f"--micro-batch-size 1 {FSDP}", 4),
+    "fsdp2-untied": ("untied", f"--micro-batch-size 4 {FSDP} --torch-fsdp2-no-reshard-after-forward", 2),
+    "fsdp2-llama": ("llama", f"--micro-batch-size 2 {FSDP}", 2),
+    "fsdp4-instances": ("gpt2", f"--micro-batch-size 2 {FSDP} --num-distributed-optimizer-instances 2", 4),
+    "fsdp2-tp2": ("gpt2", f"{TP2} {FSDP}", 4),
+    "fsdp2-tp2-sp": ("gpt2", f"{TP2} {SP} {FSDP}", 4),
+    "fsdp2-cp2": ("gpt2", f"{CP2} {FSDP}", 2),
+    "fsdp2-recompute": ("gpt2", f"--micro-batch-size 2 {FSDP} {FULL} 1 --recompute-method uniform", 2),
+    "fsdp2-fp32": ("plain", f"--micro-batch-size 2 {FSDP}", 2, "fp32"),
+}
+
+TABLE = {**DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED}
 
 
 def row(name):

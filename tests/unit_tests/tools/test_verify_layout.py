@@ -1,0 +1,68 @@
+"""The tool keeps what a layout cares about, agrees with one rank, and says where it does not."""
+
+import dataclasses
+
+import pytest
+
+from megatron.training.arguments import parse_args, smallest_world_size, validate_args
+from tools import verify_layout
+
+FLAGS = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8"
+    " --ffn-hidden-size 14336 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --seq-length 8192 --max-position-embeddings 8192 --micro-batch-size 1"
+    " --global-batch-size 128 --train-iters 1000 --lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 100 --bf16"
+    " --tokenizer-type HuggingFaceTokenizer --tokenizer-model none --data-path none --save none"
+)
+LLAMA = FLAGS.split()
+
+
+def shrunk(*layout, world_size=None):
+    cfg = parse_args([*LLAMA, *layout], needs_data=False)
+    world_size = world_size or smallest_world_size(cfg)
+    small = verify_layout.shrink(cfg, world_size)
+    validate_args(verify_layout.one_rank(small), 1)
+    return validate_args(small, world_size)
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "groups", "layers"),
+    [
+        ("", 4, 1, 2),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", 8, 2, 2),
+        ("--tensor-model-parallel-size 8", 32, 8, 2),
+        ("--tensor-model-parallel-size 16", 32, 8, 2),
+        ("--pipeline-model-parallel-size 4", 4, 1, 4),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", 4, 1, 8),
+        ("--pipeline-model-parallel-size 3", 4, 1, 5),
+        ("--context-parallel-size 2 --cp-comm-type a2a", 8, 2, 2),
+    ],
+)
+def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
+    cfg = shrunk(*layout.split())
+    assert (cfg.num_attention_heads, cfg.num_query_groups, cfg.num_layers) == (heads, groups, layers)
+    assert cfg.hidden_size <= 256 and cfg.seq_length <= 512 and cfg.save is None and cfg.fp64
+
+
+LAYOUT = ["--pipeline-model-parallel-size", "2", "--overlap-grad-reduce", "--use-distributed-optimizer", "--steps", "2"]
+
+
+def test_a_sound_layout_exits_with_0(capsys):
+    assert verify_layout.main([*LLAMA, *LAYOUT]) == 0
+    out = capsys.readouterr().out
+    assert "2 ranks = tensor 1 x context 1 x pipeline 2 x data 1" in out and "\nequal: " in out
+
+
+def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):
+    correct = verify_layout.one_rank
+    monkeypatch.setattr(verify_layout, "one_rank", lambda cfg: dataclasses.replace(correct(cfg), weight_decay=0.5))
+    assert verify_layout.main([*LLAMA, *LAYOUT]) == 1
+    out = capsys.readouterr().out
+    assert "DIFFERENT" in out and "step 1: weight of embedding.word_embeddings.weight differs by" in out
+
+
+def test_contradictions_exit_with_2_and_all_reasons(capsys):
+    flags = ["--tensor-model-parallel-size", "3", "--sequence-parallel", "--num-distributed-optimizer-instances", "2"]
+    assert verify_layout.main([*LLAMA, *flags]) == 2
+    errors = capsys.readouterr().err
+    assert "--num-attention-heads" in errors and "--num-distributed-optimizer-instances" in errors

@@ -1,0 +1,274 @@
+"""Proves your own layout on a laptop: ``python tools/verify_layout.py <flags of pretrain_gpt.py> [--world-size N]``.
+
+The model of the flags is shrunk (layers, width, vocabulary, sequence; the proportions that a layout cares about stay)
+and trained for a few steps, in float64 on random data, by N processes of this machine over gloo in the layout of the
+flags, and by one process. Losses, gradient norms, every gathered gradient and every weight must agree to 1e-10. Data,
+checkpoints, logging and precision flags are left out: they are no part of a layout.
+
+Exit code 0: equal; 1: different, and the first difference is named; 2: the flags contradict each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import math
+import os
+import socket
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # run as a program from anywhere
+    sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron.core.cli import ConfigError  # noqa: E402
+from megatron.core.pipeline_layout import virtual_pipeline_size  # noqa: E402
+from megatron.training.arguments import parse_args, smallest_world_size, validate_args  # noqa: E402
+from megatron.training.config.checkpointing import CheckpointConfig  # noqa: E402
+from megatron.training.config.data import DataConfig  # noqa: E402
+from megatron.training.config.learning_rate import LearningRateConfig  # noqa: E402
+from megatron.training.config.logging import LoggingConfig  # noqa: E402
+from megatron.training.config.precision import MixedPrecisionConfig  # noqa: E402
+from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
+from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402
+from megatron.training.config.training import ProfilingConfig  # noqa: E402
+from megatron.training.config.validation import ValidationConfig  # noqa: E402
+
+LEFT_OUT = (
+    CheckpointConfig,
+    DataConfig,
+    LearningRateConfig,
+    LoggingConfig,
+    MixedPrecisionConfig,
+    ProfilingConfig,
+    TokenizerConfig,
+    ValidationConfig,
+)
+"""Groups of settings that go back to their defaults: no part of a layout."""
+VOCAB_SIZE = 61
+LARGEST_BUCKET = 3000  # elements: several buckets in a small model too
+
+
+def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
+    """``cfg`` with a small model of the same proportions, on ``world_size`` CPU ranks; parsed, not yet resolved."""
+    resolved = validate_args(dataclasses.replace(cfg, needs_data=False), world_size)
+    defaults = PretrainConfig()
+    kept = ("seq_length", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    values: dict[str, Any] = {
+        field.name: getattr(defaults, field.name)
+        for group in LEFT_OUT
+        for field in dataclasses.fields(group)
+        if field.name not in kept
+    }
+    values |= _small_network(resolved) | _small_batches(resolved)
+    values |= {
+        "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
+        "train_samples": None, "lr": 1e-2,
+        "adam_eps": 1e-5, "dry_run": False, "needs_data": False, "grad_reduce_in_bf16": False,
+        "ddp_reduce_scatter_with_fp32_accumulation": False, "yaml_cfg": None,
+    }  # fmt: skip
+    if cfg.overlap_grad_reduce and cfg.ddp_num_buckets is None:
+        values["ddp_bucket_size"] = LARGEST_BUCKET
+    explicit = cfg.explicit - {field for field, value in values.items() if value == getattr(defaults, field, None)}
+    return dataclasses.replace(cfg, **values, explicit=frozenset(explicit | {"distributed_backend"}))
+
+
+def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
+    """Fewer heads in the same ratio to groups, narrow heads, a short sequence, as few layers as the stages allow."""
+    tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
+    heads, groups = _small_heads(cfg.num_attention_heads, cfg.num_query_groups or cfg.num_attention_heads, tp * cp)
+    channels = 8
+    gated = 2 if cfg.swiglu or cfg.quick_geglu else 4
+    length = math.lcm(2 * cp * tp, 16)
+    return {
+        "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,
+        "num_query_groups": groups if cfg.group_query_attention else None, "hidden_size": heads * channels,
+        "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
+        "encoder_seq_length": None, "max_position_embeddings": length,
+        "window_size": None if cfg.window_size is None else (length // 4, 0),
+        "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
+        "yarn_original_max_position_embeddings": cfg.yarn_original_max_position_embeddings and length,
+        "recompute_num_layers": cfg.recompute_num_layers and min(cfg.recompute_num_layers, 2),
+    }  # fmt: skip
+
+
+def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
+    """The smallest numbers with the same ratio that split over ``ranks`` as the originals do."""
+    ratio = heads // groups
+    small = next(
+        n for n in range(1, groups + 1) if _splits_alike(n, groups, ranks) and (n * ratio) % _part(heads, ranks) == 0
+    )
+    return small * ratio, small
+
+
+def _part(heads: int, ranks: int) -> int:
+    """The ranks that heads are shared out to: all, or fewer where the heads do not divide."""
+    return math.gcd(heads, ranks)
+
+
+def _splits_alike(small: int, groups: int, ranks: int) -> bool:
+    return math.gcd(small, ranks) == math.gcd(groups, ranks)
+
+
+def _few_layers(cfg: PretrainConfig) -> int:
+    """All layers where the stages are laid out one by one, else the least multiple of the stages with two per rank."""
+    stages = cfg.pipeline_model_parallel_size * virtual_pipeline_size(cfg)
+    given = cfg.decoder_first_pipeline_num_layers, cfg.decoder_last_pipeline_num_layers
+    fixed = (
+        cfg.pipeline_model_parallel_layout or isinstance(cfg.window_attn_skip_freq, list) or len(cfg.cp_comm_type) > 1
+    )
+    if fixed or any(given) or cfg.num_layers_per_virtual_pipeline_stage:
+        return cfg.num_layers
+    period = cfg.window_attn_skip_freq if isinstance(cfg.window_attn_skip_freq, int) else 1
+    least = math.lcm(stages, period) * (2 if stages == 1 else 1)
+    return min(cfg.num_layers, least + cfg.num_layers % stages)
+
+
+def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
+    """Micro-batches of one or two sequences, as many of them as the user has, up to twice the pipeline's ranks."""
+    per_rank = max(1, cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size))
+    enough = max(2, 2 * cfg.pipeline_model_parallel_size)
+    group = cfg.microbatch_group_size_per_virtual_pipeline_stage or 1
+    count = min(per_rank, max(enough, group))
+    micro = min(cfg.micro_batch_size, 2)
+    return {
+        "micro_batch_size": micro, "global_batch_size": micro * cfg.data_parallel_size * count, "train_iters": 100,
+        "rampup_batch_size": None, "step_batch_size_schedule": None, "decrease_batch_size_if_needed": False,
+    }  # fmt: skip
+
+
+def one_rank(cfg: PretrainConfig) -> PretrainConfig:
+    """The same model without any layout: the whole batch in one micro-batch."""
+    defaults = PretrainConfig()
+    layout = [
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
+        "tp_comm_overlap", "use_distributed_optimizer", "num_distributed_optimizer_instances", "overlap_grad_reduce",
+        "overlap_param_gather", "ddp_bucket_size", "ddp_num_buckets", "use_torch_fsdp2", "cp_comm_type",
+        "hierarchical_context_parallel_sizes", "microbatch_group_size_per_virtual_pipeline_stage", "overlap_p2p_comm",
+        "delay_wgrad_compute", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+        "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_schedule",
+        "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
+        "recompute_activations", "distribute_saved_activations",
+    ]  # fmt: skip
+    values = {name: getattr(defaults, name) for name in layout}
+    values["micro_batch_size"] = cfg.global_batch_size
+    return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
+
+
+def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, str], steps: int) -> None:
+    """One process: trains, and writes the reference or its comparison with it."""
+    os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
+    import torch
+
+    from megatron.training import layout_trace
+    from megatron.training.initialize import initialize_megatron, shut_down
+    from megatron.training.tasks.gpt import GPTTask
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    cfg = validate_args(cfg, world_size)
+    make_task = layout_trace.with_synthetic_data(GPTTask, VOCAB_SIZE)
+    traces = layout_trace.trace(cfg, make_task, initialize_megatron(cfg), steps)
+    reference = Path(place["FOLDER"]) / "reference.pt"
+    if not reference.exists():
+        found = [dataclasses.asdict(step) for step in layout_trace.make_reference(traces)]
+        torch.save(found, reference)
+        return
+    expected = [layout_trace.ReferenceStep(**step) for step in torch.load(reference, weights_only=True)]
+    reports = [layout_trace.compare(one, step) for one, step in zip(traces, expected)]
+    torch.save([[r.losses, r.norm, [tuple(cell) for cell in r.cells]] for r in reports], f"{place['FOLDER']}/{rank}.pt")
+    shut_down()
+
+
+def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> None:
+    """``world_size`` processes of :func:`run_rank`; raises with the traceback of the first that fails."""
+    import torch.multiprocessing as mp
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
+    mp.spawn(run_rank, args=(cfg, world_size, place, steps), nprocs=world_size)
+
+
+def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
+    """The verdict over the shrunken model."""
+    import torch
+
+    from megatron.training import layout_trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        launch(one_rank(cfg), 1, folder, steps)
+        launch(cfg, world_size, folder, steps)
+        expected = [
+            layout_trace.ReferenceStep(**step) for step in torch.load(f"{folder}/reference.pt", weights_only=True)
+        ]
+        reports = []
+        for rank in range(world_size):
+            read = torch.load(f"{folder}/{rank}.pt", weights_only=True)
+            cells = [[layout_trace.Cell(*cell) for cell in each[2]] for each in read]
+            reports.append([layout_trace.StepReport(each[0], each[1], own) for each, own in zip(read, cells)])
+    return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
+
+
+def table(verdict: Any) -> str:
+    """Loss, norm and the worst gradient and weight of every step."""
+    lines = [f"{'step':>4} {'loss':>12} {'one rank':>12} {'norm':>12} {'one rank':>12}  worst gradient / worst weight"]
+    for row in verdict.rows:
+        loss, expected = (next(iter(row[key].values()), math.nan) for key in ("losses", "reference losses"))
+        norm, norm_expected = (math.nan if row[key] is None else row[key] for key in ("norm", "reference norm"))
+        worst = [f"{error:.1e} {name.removeprefix('decoder.')}" for error, name in (row["gradient"], row["weight"])]
+        numbers = f"{row['step']:>4} {loss:>12.8f} {expected:>12.8f} {norm:>12.8f} {norm_expected:>12.8f}"
+        lines.append(f"{numbers}  {' / '.join(worst)}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Parses, shrinks, runs both, prints."""
+    own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    own.add_argument("--world-size", type=int, help="ranks; default: the fewest that the layout needs")
+    own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")
+    options, flags = own.parse_known_args(argv)
+    try:
+        cfg = parse_args(flags, needs_data=False)
+        world_size = options.world_size or smallest_world_size(cfg)
+        small = shrink(cfg, world_size)
+        resolved = validate_args(small, world_size)
+        validate_args(one_rank(small), 1)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    tp, cp, pp = (
+        getattr(cfg, f"{name}_size")
+        for name in ("tensor_model_parallel", "context_parallel", "pipeline_model_parallel")
+    )
+    print(
+        f"{world_size} ranks = tensor {tp} x context {cp} x pipeline {pp} x data {resolved.data_parallel_size}, float64"
+    )
+    print(
+        f"a model of {resolved.num_layers} layers, width {resolved.hidden_size}, {resolved.num_attention_heads} heads,"
+        f" {resolved.num_query_groups} key-value groups, sequences of {resolved.seq_length}, batches of"
+        f" {resolved.global_batch_size} in micro-batches of {resolved.micro_batch_size}"
+    )
+    began = time.perf_counter()
+    verdict = verify(small, world_size, options.steps)
+    print(table(verdict))
+    seconds = f"({time.perf_counter() - began:.0f} s)"
+    if verdict.equal:
+        print(f"equal: losses, gradients, norms and weights are those of one rank, to 1e-10 {seconds}")
+        return 0
+    print(f"DIFFERENT in {len(verdict.differences)} places {seconds}; the first one:\n  {verdict.first}")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
