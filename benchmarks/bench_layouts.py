@@ -110,6 +110,12 @@ def command_of(name: str, folder: Path, args: argparse.Namespace) -> list[str]:
     return [*launcher, str(ROOT / "pretrain_gpt.py"), *words]
 
 
+def reason(stderr: str) -> str:
+    """What the ranks said, without the launcher's own report."""
+    said = stderr.split("torch.distributed.elastic.multiprocessing", 1)[0]
+    return said[-3000:]
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """One job: medians over its steady iterations."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -118,7 +124,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         job = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=args.timeout)
         if job.returncode:
-            return {"error": (job.stderr or job.stdout)[-1500:]}
+            return {"error": reason(job.stderr)}
         timing = [json.loads(line) for line in (folder / "timing.jsonl").read_text().splitlines()]
         train = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         last = args.iters - 2 if args.trace else args.iters
