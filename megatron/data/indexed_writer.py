@@ -229,7 +229,7 @@ class IndexedDatasetBuilder:
             self._cleanup()
             raise OSError(
                 error.errno,
-                f"cannot write {self.bin_path}: {error.strerror}. The partial files are removed; nothing is kept",
+                f"cannot write {self.bin_path}: {error.strerror}. What was written of it is removed",
             ) from error
 
 

@@ -77,6 +77,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         mtp_block_spec=mtp_block_spec,
+        vp_stage=vp_stage,
     )
 
 
@@ -119,8 +120,8 @@ def forward_step(data_iterator, model: GPTModel, return_schedule_plan: bool = Fa
     timers("batch-generator", log_level=2).start()
     global stimer
     with stimer(bdata=True):
-        assert get_attr_wrapped_model(model, "post_process")
-        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator)
+        vp_stage = get_attr_wrapped_model(model, "vp_stage")
+        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
     with stimer:
         output_tensor = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
