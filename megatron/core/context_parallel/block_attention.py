@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.context_parallel.kernels import BlockKernel, FusedBlocks, WeightDropout
 from megatron.core.context_parallel.packing import Segments, group_tiles, segments
 from megatron.core.context_parallel.tiles import Tile
+from megatron.core.fusions.merge_attention import merge_attention_
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +74,7 @@ class OnlineSoftmax:
                 self._started = True
                 continue
             self._start()
-            merge_(_at_queries(self.out, tile), _at_queries(self.lse, tile), out, lse)
+            merge_attention_(_at_queries(self.out, tile), _at_queries(self.lse, tile), out, lse)
         for at in packed:
             self._add_packed(key, value, at)
 
@@ -97,17 +98,9 @@ class OnlineSoftmax:
         out, lse = self.kernel.forward_packed(query, key, value, at)
         total, total_lse = _tokens(self.out), _tokens(self.lse)
         merged, merged_lse = total.index_select(0, at.query_index), total_lse.index_select(0, at.query_index)
-        merge_(merged, merged_lse, out, lse)
+        merge_attention_(*(x.transpose(0, 1).unsqueeze(0) for x in (merged, merged_lse, out, lse)))
         total.index_copy_(0, at.query_index, merged)
         total_lse.index_copy_(0, at.query_index, merged_lse)
-
-
-def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """``out`` [..., d] and ``lse`` [...] over the keys so far become those over the new block's keys as well."""
-    # the share of the new block, exp(block_lse) / (exp(block_lse) + exp(lse)): 1 where nothing came before
-    share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
-    out.lerp_(block_out.to(out.dtype), share)
-    lse.copy_(torch.logaddexp(lse, block_lse))
 
 
 class BlockGradients:

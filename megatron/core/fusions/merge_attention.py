@@ -1,0 +1,77 @@
+"""Merging attention over two sets of keys by their log-sum-exp, in place.
+
+    share = exp(block_lse) / (exp(block_lse) + exp(lse))
+    out <- out + share (block_out - out),    lse <- log(exp(lse) + exp(block_lse))
+
+In torch the 16-bit block is first widened and then interpolated: twelve bytes per element more than the one pass of the
+kernel, and five launches instead of one.
+
+Legend: b batch, a heads, q queries, d head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+
+def merge_attention_reference_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Plain torch; ``out`` [..., d] and ``lse`` [...] may be views, -inf where no key has been seen."""
+    share = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    out.lerp_(block_out.to(out.dtype), share)
+    lse.copy_(torch.logaddexp(lse, block_lse))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _merge_kernel(
+        out, lse, block_out, block_lse, heads, queries,
+        out_b, out_a, out_q, lse_b, lse_a, lse_q, block_b, block_a, block_q, block_lse_b, block_lse_a, block_lse_q,
+        CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """ROWS queries of one head of one row of the batch."""
+        head = tl.program_id(1) % heads
+        row = (tl.program_id(1) // heads).to(tl.int64)
+        query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        channel = tl.arange(0, PADDED)
+        inside_q = query < queries
+        inside = inside_q[:, None] & (channel < CHANNELS)[None, :]
+        lse_at = lse + row * lse_b + head * lse_a + query * lse_q
+        block_lse_at = block_lse + row * block_lse_b + head * block_lse_a + query * block_lse_q
+        out_at = out + row * out_b + head * out_a + query[:, None] * out_q + channel[None, :]
+        block_at = block_out + row * block_b + head * block_a + query[:, None] * block_q + channel[None, :]
+        before = tl.load(lse_at, mask=inside_q, other=0.0)
+        new = tl.load(block_lse_at, mask=inside_q, other=0.0)
+        largest = tl.maximum(before, new)
+        weight, block_weight = tl.exp(before - largest), tl.exp(new - largest)
+        total = weight + block_weight
+        share = (block_weight / total)[:, None]
+        so_far = tl.load(out_at, mask=inside, other=0.0)
+        block = tl.load(block_at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_at, so_far + share * (block - so_far), mask=inside)
+        tl.store(lse_at, largest + tl.log(total), mask=inside_q)
+
+
+def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    batch, heads, queries, channels = out.shape
+    rows = 16
+    grid = (triton.cdiv(queries, rows), batch * heads)
+    _merge_kernel[grid](
+        out, lse, block_out, block_lse, heads, queries, *out.stride()[:3], *lse.stride(), *block_out.stride()[:3],
+        *block_lse.stride(), CHANNELS=channels, PADDED=triton.next_power_of_2(channels), ROWS=rows, num_warps=4,
+    )  # fmt: skip
+
+
+def merge_attention_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """``out`` [b, a, q, d] and ``lse`` [b, a, q] (fp32 or fp64, any strides) over the keys so far become those over the
+    new block's keys as well; ``block_out`` of any float dtype."""
+    fits = out.is_cuda and out.dim() == 4 and out.dtype == torch.float32 and out.stride(-1) == block_out.stride(-1) == 1
+    merge = _merge_triton_ if triton is not None and fits else merge_attention_reference_
+    merge(out, lse, block_out, block_lse)
