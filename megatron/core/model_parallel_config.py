@@ -53,7 +53,8 @@ class ParallelismConfig:
     number of pipeline stages."""
 
     overlap_p2p_comm: bool = flag("--no-overlap-p2p-communication", default=True)
-    """Wait for every pipeline send and receive instead of overlapping it with computation (interleaved schedules)."""
+    """Ask the neighbouring pipeline stage for a value only when it is needed, not while the computation before it still
+    runs. Sends never wait."""
 
     tp_comm_overlap: bool = False
     """Overlap tensor-parallel collectives with the matrix products beside them. Needs --sequence-parallel."""

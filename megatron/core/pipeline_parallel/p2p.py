@@ -92,7 +92,7 @@ class Messages:
         if place is None:
             return
         if place.rank == self.rank:
-            self._at_home[Place(self.rank, action)] = tensor
+            self._at_home[Place(self.rank, action)] = tensor.detach()
             return
         if tensor.shape != self.message.shape or tensor.dtype != self.message.dtype:
             raise ValueError(

@@ -1,0 +1,128 @@
+"""The executor on one rank: what it defers, what it lets go, when data-parallel sums may start, what it refuses."""
+
+import gc
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.actions import Schedule
+from megatron.core.pipeline_parallel.p2p import Messages, TensorShape
+from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks
+from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
+from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
+from megatron.core.placement import Ones
+from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+WIDTH, BATCHES = 4, 3
+
+
+class Chunk(nn.Module):
+    """A linear layer and a scale; later chunks take their input from the chunk before. Records its no_sync()."""
+
+    def __init__(self, first):
+        super().__init__()
+        config = ModelParallelConfig(params_dtype=torch.float64)
+        self.linear = ColumnParallelLinear(WIDTH, WIDTH, config=config, init_method=Ones(), bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.first, self.received, self.syncing = first, None, True
+        self.seen = []
+        for name, parameter in self.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.seen.append((name, self.syncing)))
+
+    def set_input_tensor(self, tensor):
+        self.received = tensor
+
+    @contextmanager
+    def no_sync(self):
+        self.syncing = False
+        yield
+        self.syncing = True
+
+    def forward(self, batch):
+        x = (batch if self.first else self.received) * self.scale
+        return torch.tanh(self.linear(x)[0] / WIDTH)
+
+
+def batches():
+    return list(torch.randn(BATCHES, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+
+
+def run(schedule: Schedule, chunks, outputs=None):
+    def forward_step(iterator, chunk):
+        output = chunk(next(iterator))
+        if outputs is not None:
+            outputs.append(weakref.ref(output))
+        return output, lambda out: (out.sum(), torch.tensor(out.numel()), {"loss": out.sum()})
+
+    work = Work(forward_step, chunks, iterators_of_chunks(iter(batches()), len(chunks)))
+    shape = TensorShape((2, WIDTH), torch.float64, torch.device("cpu"))
+    return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, shape)).run()
+
+
+def gradients(chunks):
+    return [parameter.grad for chunk in chunks for parameter in chunk.parameters()]
+
+
+def expected():
+    """Both chunks as one function, one backward."""
+    chunks = [Chunk(True), Chunk(False)]
+    for batch in batches():
+        chunks[1].set_input_tensor(chunks[0](batch))
+        chunks[1](None).sum().backward()
+    return gradients(chunks)
+
+
+@pytest.mark.parametrize("schedule", [interleaved(1, 2, BATCHES, 2), zero_bubble(1, BATCHES, 2)])
+def test_chunks_of_one_rank_equal_one_function(schedule):
+    chunks = [Chunk(True), Chunk(False)]
+    results = run(schedule, chunks)
+    torch.testing.assert_close(gradients(chunks), expected(), rtol=1e-13, atol=1e-13)
+    assert [result.num_tokens.item() for result in results] == [2 * WIDTH] * BATCHES
+
+
+def test_split_backward_leaves_the_weight_gradient_for_later():
+    """With one rank W follows B directly, so the order of arrival within a micro-batch tells them apart."""
+    chunk = Chunk(True)
+    run(zero_bubble(1, BATCHES), [chunk])
+    assert [name for name, _ in chunk.seen] == ["scale", "linear.weight"] * BATCHES
+    assert chunk.linear.weight_gradient_store is None  # nothing is deferred outside of a run
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_sums_may_start_with_the_last_micro_batch_of_each_chunk_only(split):
+    chunks = [Chunk(True), Chunk(False)]
+    run(zero_bubble(1, BATCHES, 2) if split else interleaved(1, 2, BATCHES, 2), chunks)
+    for chunk in chunks:
+        for name, _ in chunk.named_parameters():
+            assert [syncing for each, syncing in chunk.seen if each == name] == [False] * (BATCHES - 1) + [True]
+
+
+def test_outputs_are_let_go_before_their_backward():
+    """Only the edge of the graph is kept: no output of an earlier micro-batch is alive when the next one is made."""
+    outputs, chunks = [], [Chunk(True), Chunk(False)]
+    alive = []
+
+    class Counting(list):
+        def append(self, reference):
+            gc.collect()
+            alive.append(sum(each() is not None for each in self))
+            super().append(reference)
+
+    outputs = Counting()
+    run(interleaved(1, 2, BATCHES, BATCHES), chunks, outputs)
+    assert max(alive) <= 1 and all(reference() is None for reference in outputs)
+
+
+def test_iterators_for_other_numbers_of_chunks_are_refused():
+    with pytest.raises(ValueError, match="3 data iterators for 2 model chunks"):
+        iterators_of_chunks([iter(())] * 3, 2)
+
+
+def test_a_later_stage_needs_a_way_to_take_its_input():
+    with pytest.raises(ValueError, match="Identity is a later pipeline stage: it needs set_input_tensor"):
+        run(interleaved(1, 2, 1), [Chunk(True), nn.Identity()])
