@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.core.nccl_options import group_options, read_nccl_settings
 from megatron.core.process_groups import (
     DEFAULT_ORDER,
     SINGLE_PROCESS,
@@ -58,13 +59,19 @@ def initialize_model_parallel(
     distributed_timeout_minutes: float = 30,
     num_distributed_optimizer_instances: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
+    nccl_communicator_config_path: str | None = None,
+    **without_effect: Any,
 ) -> ProcessGroups:
     """Build the process groups of every axis and keep them for the getters of this module.
 
     Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise,
-    before any group exists. Every process of the world calls it with the same arguments.
+    before any group exists. Every process of the world calls it with the same arguments. ``order`` lists the axes from
+    the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other.
+    ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). Further keywords that programs pass and
+    that change nothing here are logged with the reason; unknown ones are a TypeError.
     """
     global _state
+    _explain_keywords(without_effect)
     if _state is not None:
         raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
     timeout = timedelta(minutes=distributed_timeout_minutes)
@@ -80,13 +87,18 @@ def initialize_model_parallel(
         optimizer_instances=num_distributed_optimizer_instances,
         cp_levels=_two_levels(hierarchical_context_parallel_sizes),
     )
+    settings: dict[str, dict[str, Any]] = {}
+    if nccl_communicator_config_path is not None:
+        settings = read_nccl_settings(nccl_communicator_config_path, [each.name for each in fields(ProcessGroups)])
     _start_distributed(timeout)
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
-        return _new_subgroups(name, rank_lists, timeout)
+        return _new_subgroups(name, rank_lists, timeout, settings.get(name, {}))
 
     groups = build_process_groups(grid, rank, new_group) if world_size > 1 else SINGLE_PROCESS
+    if groups.pp.size > 1 and dist.get_backend() == "nccl":
+        _open_lanes(groups, wrap=virtual_pipeline_model_parallel_size is not None)
     alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
     _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone)
     return groups
@@ -97,8 +109,6 @@ def _two_levels(sizes: Sequence[int] | None) -> tuple[int, int] | None:
         return None
     if len(sizes) != 2:
         raise ValueError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
-    if groups.pp.size > 1 and dist.get_backend() == "nccl":
-        _open_lanes(groups, wrap=virtual_pipeline_model_parallel_size is not None)
     return sizes[0], sizes[1]
 
 
@@ -114,12 +124,37 @@ def _start_distributed(timeout: timedelta) -> None:
     dist.init_process_group(backend, timeout=timeout)
 
 
-def _new_subgroups(name: str, rank_lists: list[list[int]], timeout: timedelta) -> tuple[Any, Any]:
+_WITHOUT_EFFECT = {
+    "get_embedding_ranks": "which ranks share tied embeddings follows from the placements",
+    "get_position_embedding_ranks": "position embeddings live on one stage",
+    "create_gloo_process_groups": "gloo groups are made only where they are used",
+    "use_sharp": "NCCL chooses its own algorithms",
+    "high_priority_stream_groups": "every group has a stream of its own",
+    "pipeline_model_parallel_comm_backend": "stages talk over the backend of the world",
+    "rank_offset": "the grid starts at rank 0",
+}
+
+
+def _explain_keywords(given: dict[str, Any]) -> None:
+    unknown = sorted(set(given) - set(_WITHOUT_EFFECT))
+    if unknown:
+        raise TypeError(f"initialize_model_parallel() has no arguments {', '.join(unknown)}")
+    for name, value in given.items():
+        if value:
+            logger.info("initialize_model_parallel: %s has no effect: %s", name, _WITHOUT_EFFECT[name])
+
+
+def _new_subgroups(
+    name: str, rank_lists: list[list[int]], timeout: timedelta, settings: dict[str, Any]
+) -> tuple[Any, Any]:
     """Create one torch group per rank list (all ranks take part in each); this rank's (handle, gloo twin)."""
     rank, backend = dist.get_rank(), dist.get_backend()
     handle = host_handle = None
+    options = group_options(settings) if backend == "nccl" else None
     for ranks in rank_lists:
-        group = dist.group.WORLD if name == "world" else dist.new_group(ranks, timeout=timeout, group_desc=name)
+        group = dist.group.WORLD
+        if name != "world":
+            group = dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=name)
         twin = group
         if backend != "gloo":
             twin = None
@@ -128,6 +163,22 @@ def _new_subgroups(name: str, rank_lists: list[list[int]], timeout: timedelta) -
         if rank in ranks:
             handle, host_handle = group, twin
     return handle, host_handle
+
+
+def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
+    """One message over every edge of the pipeline, edge by edge: NCCL connects two ranks when they first talk, and
+    holds up the host of the one until the other comes. In the middle of a schedule that could be a circle."""
+    ranks, me = groups.pp.ranks, dist.get_rank()
+    edges = list(zip(ranks, ranks[1:]))
+    if wrap and len(ranks) > 2:
+        edges.append((ranks[0], ranks[-1]))
+    message = torch.zeros(1, device="cuda")
+    for low, high in edges:
+        for lane, source, target in ((groups.pp_up, low, high), (groups.pp_down, high, low)):
+            if me == source:
+                dist.send(message, target, group=lane.handle)
+            elif me == target:
+                dist.recv(message, source, group=lane.handle)
 
 
 def destroy_model_parallel() -> None:
@@ -165,22 +216,6 @@ def _handle(group: Group) -> Any:
 
 
 def get_tensor_model_parallel_group() -> Any:
-def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
-    """One message over every edge of the pipeline, edge by edge: NCCL connects two ranks when they first talk, and
-    holds up the host of the one until the other comes. In the middle of a schedule that could be a circle."""
-    ranks, me = groups.pp.ranks, dist.get_rank()
-    edges = list(zip(ranks, ranks[1:]))
-    if wrap and len(ranks) > 2:
-        edges.append((ranks[0], ranks[-1]))
-    message = torch.zeros(1, device="cuda")
-    for low, high in edges:
-        for lane, source, target in ((groups.pp_up, low, high), (groups.pp_down, high, low)):
-            if me == source:
-                dist.send(message, target, group=lane.handle)
-            elif me == target:
-                dist.recv(message, source, group=lane.handle)
-
-
     return _handle(_current().groups.tp)
 
 

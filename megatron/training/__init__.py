@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.training.classic import get_args, get_timers, get_tokenizer, initialize_megatron, pretrain
+    from megatron.training.classic import get_args, get_model, get_timers, get_tokenizer, initialize_megatron, pretrain
     from megatron.training.utils import print_rank_0, print_rank_last
 
 _HOMES = {
     "pretrain": "megatron.training.classic",
     "get_args": "megatron.training.classic",
+    "get_model": "megatron.training.classic",
     "get_timers": "megatron.training.classic",
     "get_tokenizer": "megatron.training.classic",
     "initialize_megatron": "megatron.training.classic",
@@ -26,6 +27,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "get_args",
+    "get_model",
     "get_timers",
     "get_tokenizer",
     "initialize_megatron",

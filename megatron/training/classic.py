@@ -19,6 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
@@ -32,6 +33,7 @@ from megatron.training.initialize import (
     world_size_from_environment,
 )
 from megatron.training.initialize import initialize_megatron as bring_up
+from megatron.training.parallelize import build_model, parallelize
 from megatron.training.program import run
 from megatron.training.tasks.base import NumSamples, Task
 from megatron.training.timers import Timers
@@ -42,6 +44,7 @@ class _Program:
     args: Namespace
     tokenizer: Any
     timers: Timers
+    cfg: PretrainConfig
 
 
 NOT_AVAILABLE_ARGS: dict[str, Any] = {
@@ -107,7 +110,7 @@ class ClassicTask(Task):
         super().__init__(cfg, tokenizer)
         self.functions = functions
         self._sample_index: Any = None
-        _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers))
+        _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg))
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -223,4 +226,15 @@ def initialize_megatron(
     bring_up(cfg)
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
-    _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers))
+    _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg))
+
+
+def get_model(
+    model_provider_func: Callable[..., nn.Module], model_type: Any = None, wrap_with_ddp: bool = True, **unused: Any
+) -> list[nn.Module]:
+    """The model chunks of this rank as ``model_provider_func`` builds them, for programs with a loop of their own."""
+    program = _program()
+    task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
+    _PROGRAM.set(program)  # the task took its place
+    chunks = build_model(task, training_device())
+    return [*parallelize(chunks, program.cfg, parallel_state.get_process_groups())] if wrap_with_ddp else chunks

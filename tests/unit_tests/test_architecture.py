@@ -22,6 +22,7 @@ LAYERS = {
     "megatron.core.rng": 1,
     "megatron.core.model_parallel_config": 1,
     "megatron.core.packed_seq_params": 1,
+    "megatron.core.nccl_options": 1,
     "megatron.core.pipeline_layout": 1,
     "megatron.core.num_microbatches_calculator": 1,
     "megatron.core.tokenizers": 1,
