@@ -165,6 +165,11 @@ RECOMPUTE = {
     "recompute-cp2": ("gpt2", f"{CP2} {FULL} 1 --recompute-method uniform", 2),
     "recompute-pp2-vpp": ("gpt2", f"{PP2} {VPP} {FULL} 1 --recompute-method uniform", 2),
     "recompute-pp2": ("untied", f"{PP2} {FULL} 1 --recompute-method block", 2),
+    "recompute-pp2-zero-bubble": ("untied", f"{PP2} {ZB} {FULL} 1 --recompute-method block", 2),
+    "recompute-mlp-zero-bubble-tp2": (
+        "gpt2", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP} --recompute-granularity selective"
+        " --recompute-modules core_attn mlp layernorm", 4,
+    ),
     "recompute-zero2-gather": ("gpt2", f"--micro-batch-size 2 {GATHER} --recompute-activations", 2),
 }  # fmt: skip
 FSDP = "--use-torch-fsdp2"

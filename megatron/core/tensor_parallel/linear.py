@@ -101,6 +101,7 @@ class _ParallelLinear(torch.autograd.Function):
         weight = weight.weight if isinstance(weight, _Hidden) else weight
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
+        ctx.parameter = None if store is None else weight  # recomputation gives back saved tensors as mere copies
         if traits.overlap and traits.gather_input:
             return all_gather_then_multiply(x, weight.t(), bias, traits.group)[0]
         if traits.overlap and traits.scatter_output:
@@ -123,7 +124,8 @@ class _ParallelLinear(torch.autograd.Function):
         elif needs_x:
             grad_x, wait_for_sum = _start_input_gradient(grad, weight, traits)
         if store is not None:
-            store.put(lambda: _complete(weight, grad, x, traits))
+            parameter = ctx.parameter
+            store.put(lambda: _complete(parameter, grad, x, traits))
         elif needs_weight:
             wait_for_x()
             grad_weight = _weight_gradient(weight, grad, x if whole_x is None else whole_x, traits)
