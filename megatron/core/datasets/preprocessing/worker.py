@@ -114,7 +114,7 @@ class Worker:
             try:
                 self._fill(part, builders, record)
             except ValueError as error:  # a text that this tokenizer cannot take, a damaged file
-                where = f"{part.file.path}, at or before line {record.lines} of the part that starts at byte {part.start}"
+                where = f"{part.file.path}, at or before line {record.lines} of the part that starts at {part.start}"
                 raise error if part.file.path in str(error) else ValueError(f"{where}: {error}") from error
             if part.data is None:
                 part.file.check_unchanged()

@@ -496,5 +496,5 @@ def test_a_foreign_folder_of_that_name_is_left_alone(tmp_path):
 
 
 def test_a_text_that_the_tokenizer_refuses_is_located(tmp_path):
-    with pytest.raises(ValueError, match=r"input\.jsonl, after line \d+ of the part .* reads ids separated by blanks"):
+    with pytest.raises(ValueError, match=r"input\.jsonl, at or before line \d+ of the part .* reads ids separated"):
         run(tmp_path, jsonl(), tokenizer=flags("NullTokenizer", vocab_size=50))
