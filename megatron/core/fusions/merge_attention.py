@@ -37,7 +37,7 @@ if triton is not None:
         CHANNELS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     ):  # fmt: skip
         """ROWS queries of one head of one row of the batch."""
-        head = tl.program_id(1) % heads
+        head = (tl.program_id(1) % heads).to(tl.int64)
         row = (tl.program_id(1) // heads).to(tl.int64)
         query = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         channel = tl.arange(0, PADDED)
