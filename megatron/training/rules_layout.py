@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 from megatron.core.cli import Problem
@@ -64,6 +65,11 @@ def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
 
 
+def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
+    if cfg.nccl_communicator_config_path is not None and not os.path.isfile(cfg.nccl_communicator_config_path):
+        yield problem(cfg, "nccl_communicator_config_path", "is no file")
+
+
 def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
     granularity = cfg.recompute_granularity
     for field in ("recompute_method", "recompute_num_layers"):
@@ -103,6 +109,7 @@ RULES: tuple[Rule, ...] = (
     tensor_parallel_ranks_get_whole_heads,
     key_value_heads_split_or_repeat_evenly,
     sequence_parallel_ranks_get_equal_parts,
+    files_of_settings_exist,
     recomputation_is_complete,
     recomputed_modules_are_known,
     saved_activations_are_distributed_once,

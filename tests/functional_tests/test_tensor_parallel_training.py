@@ -9,6 +9,7 @@ LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
     "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
     "tp2-sp-dp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "dp2-outermost": (4, ["--tensor-model-parallel-size", "2", "--use-tp-pp-dp-mapping"]),
     "tp4-shared-kv-heads": (4, ["--tensor-model-parallel-size", "4", "--sequence-parallel"]),
     "tp2-sp-pieces-recompute": (
         2, ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--tp-comm-overlap", "--recompute-activations"],

@@ -27,6 +27,12 @@ class DistributedConfig:
     distributed_timeout_seconds_after_init: int | None = None
     """Shorter limit, in seconds, once the first iteration is done."""
 
+    use_tp_pp_dp_mapping: bool = False
+    """Put pipeline stages on neighbouring ranks, and data parallelism outermost: order tp-cp-ep-pp-dp."""
+
+    nccl_communicator_config_path: str | None = None
+    """YAML file with NCCL settings per group, such as `tp: {max_ctas: 8}`."""
+
     local_rank: int = flag("--local-rank", default_factory=local_rank_of_environment)
     """Rank within this node; the launcher sets it through LOCAL_RANK."""
 

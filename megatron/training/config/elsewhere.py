@@ -96,7 +96,7 @@ ELSEWHERE = frozenset(
     mtp-num-layers mtp-standalone mtp-use-repeated-layer muon-coefficient-type muon-extra-scale-factor
     muon-fp32-matmul-prec muon-momentum muon-nesterov muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer
     muon-scale-mode muon-tp-mode muon-use-syrk mup-attn-scale-power mup-base-head-dim mup-base-hidden-size
-    mup-embedding-mult mup-output-mult mup-width-mult nccl-all-reduce-for-prefill nccl-communicator-config-path
+    mup-embedding-mult mup-output-mult mup-width-mult nccl-all-reduce-for-prefill
     no-ckpt-load-validate-sharding-integrity no-clone-scatter-output-in-embedding no-data-sharding
     no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu no-flight-recorder-dump-on-timeout
     no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active no-gradient-reduce-div-fusion
@@ -134,7 +134,7 @@ ELSEWHERE = frozenset(
     titles-data-path tokenizer-metadata tp-comm-bootstrap-backend tp-comm-overlap-rs-dgrad
     use-fused-weighted-squared-relu use-gigatoken use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert
     use-kitchen-attention use-legacy-static-engine use-mup use-nccl-ub use-one-sent-docs use-ring-exchange-p2p
-    use-same-sampling-seed-across-dp-ranks use-sharp use-te-activation-func use-tp-pp-dp-mapping
+    use-same-sampling-seed-across-dp-ranks use-sharp use-te-activation-func
     use-transformer-engine-op-fuser verify-integrity vision-backbone-type vision-pretraining vision-pretraining-type
     wgrad-deferral-limit
     """.split()  # noqa: SIM905 - a list of words is easier to read
