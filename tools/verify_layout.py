@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import logging
 import math
+import multiprocessing
 import os
 import socket
 import sys
@@ -197,7 +198,9 @@ def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> Non
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
-    mp.spawn(run_rank, args=(cfg, world_size, place, steps), nprocs=world_size)
+    multiprocessing.set_forkserver_preload(["megatron.training.layout_trace", "megatron.training.tasks.gpt"])
+    arguments = (cfg, world_size, place, steps)
+    mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
 
 
 def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:

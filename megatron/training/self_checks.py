@@ -143,7 +143,7 @@ def describe_layout(grid: RankGrid, pieces: Sequence[Piece]) -> Iterable[str]:
         own = {piece for piece in pieces if piece.stage == stage}
         ranks = sorted(ranks[stage % grid.pp] for ranks in grid.rank_lists("pp"))
         held = sum(math.prod(piece.lengths) for piece in own)
-        yield f"  stage {stage} (ranks {_span(ranks)}): {_contents(own)}; {held:,} parameters"
+        yield f"  stage {stage} (ranks {_span(ranks)}): {_contents(own, stage)}; {held:,} parameters"
 
 
 _AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
@@ -165,13 +165,15 @@ def _span(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _contents(pieces: Iterable[Piece]) -> str:
+def _contents(pieces: Iterable[Piece], stage: int) -> str:
     names = {piece.name for piece in pieces}
+    embedding = any(name.startswith("embedding.") for name in names)
     layers = sorted({int(match[1]) + 1 for name in names if (match := _LAYER.search(name))})
-    words = ["embedding"] if any(name.startswith("embedding.") for name in names) else []
+    words = ["embedding"] if embedding and stage == 0 else []
     words += [f"layer{'s' if len(layers) > 1 else ''} {_span(layers)}"] if layers else []
     words += ["final norm"] if any("final_layernorm" in name for name in names) else []
     words += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
+    words += ["output layer (tied)"] if embedding and stage > 0 else []
     return " + ".join(words) or ", ".join(sorted(names)[:4]) or "nothing"
 
 
