@@ -82,7 +82,7 @@ def test_every_layout_trains_like_one_rank(gloo_pool, dataset, tmp_path, kind, t
         found = tensors(folder / "iter_0000006")
         assert found.keys() == expected.keys(), name
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11, msg=lambda m: f"{name} {key} {m}")
+            torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11, msg=lambda m, at=(name, key): f"{at}: {m}")
         for record, reference_record in zip(train_records(folder), records, strict=True):
             for field in ("lm loss", "grad_norm", "params_norm"):
                 assert record[field] == pytest.approx(reference_record[field], rel=1e-9), (name, field)
@@ -136,7 +136,7 @@ def test_any_layout_continues_any_other(gloo_pool, dataset, tmp_path, kind):
             assert found.keys() == expected.keys()
             for key, tensor in expected.items():
                 text = f"{writer[0]} to {reader[0]}: {key}"
-                torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11, msg=lambda m: f"{text}: {m}")
+                torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-11, msg=lambda m, at=text: f"{at}: {m}")
 
 
 @pytest.mark.parametrize("precision", ["--bf16", "--fp16"])

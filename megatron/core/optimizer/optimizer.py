@@ -150,7 +150,7 @@ class MegatronOptimizer:
         for chunk in self._parallel_chunks():
             chunk.finish_param_sync()  # what is about to be written may still be on its way from the last step
         grads = self._gradients()
-        if self.grad_scaler and self.grad_scaler.scale != 1.0:
+        if grads and self.grad_scaler and self.grad_scaler.scale != 1.0:  # a rank may have no shard to update
             torch._foreach_mul_(grads, 1.0 / self.grad_scaler.scale)
         norm = self._norm(grads)
         self.found_nonfinite = not math.isfinite(norm)
@@ -160,7 +160,7 @@ class MegatronOptimizer:
             self._release_gradients()
             return False, None, None
         num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
-        if self.config.clip_grad > 0.0 and (factor := clip_coefficient(norm, self.config.clip_grad)) < 1.0:
+        if self.config.clip_grad > 0.0 and (factor := clip_coefficient(norm, self.config.clip_grad)) < 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         self.optimizer.step()
         self.step_count += 1

@@ -1,0 +1,246 @@
+"""Sharing out the update changes nothing: any buckets, any order of use, any number of instances, against one rank."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    check_replicas,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.placement import Normal, Shard, Zeros, initialize_parameters, parameter
+from megatron.core.process_groups import SINGLE_PROCESS
+
+SAMPLES, WIDTH, OUT = 12, 5, 3
+
+
+class Net(nn.Module):
+    """Odd sizes; ``first`` runs twice, ``tied`` again as the output, ``unused`` never, and not in creation order."""
+
+    def __init__(self, dtype=torch.float64, groups=SINGLE_PROCESS):
+        super().__init__()
+        made = {"dtype": dtype, "groups": groups}
+        self.unused = parameter((3,), init=Normal(1.0), **made)
+        self.scale = parameter((1,), init=Normal(1.0), **made)
+        self.last, self.first = nn.Module(), nn.Module()
+        self.last.weight = parameter((WIDTH, WIDTH), init=Normal(0.4), **made)
+        self.first.weight = parameter((WIDTH, WIDTH), init=Normal(0.4), **made)
+        self.table = Table(dtype, groups)
+        initialize_parameters(self, 3, groups)
+        self.last.forward = lambda x: x @ self.last.weight
+        self.first.forward = lambda x: torch.tanh(x @ self.first.weight)
+
+    def forward(self, x):
+        x = self.table(x)
+        x = self.last(self.first(self.first(x)))
+        return (x * self.scale) @ self.table.weight[:7].T
+
+
+class Table(nn.Module):
+    """Padded to 8 rows."""
+
+    def __init__(self, dtype, groups):
+        super().__init__()
+        self.weight = parameter((7, WIDTH), init=Normal(0.5), stored=(8, WIDTH), dtype=dtype, groups=groups)
+
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+def losses(output, ids):
+    return torch.logsumexp(output.float() if output.dtype != torch.float64 else output, dim=-1) - output[:, 0]
+
+
+def batch(step):
+    return torch.randint(0, 7, (SAMPLES,), generator=torch.Generator().manual_seed(step))
+
+
+def settings(kind, clip=0.3):
+    return OptimizerConfig(optimizer=kind, lr=0.05, weight_decay=0.1, clip_grad=clip, log_num_zeros_in_grad=True)
+
+
+def step_once(ddp, optimizer, step, groups, micro_batches=2):
+    ids = batch(step).chunk(groups.dp.size)[groups.dp.rank]
+    optimizer.zero_grad()
+    pieces = ids.chunk(micro_batches)
+    for index, piece in enumerate(pieces):
+        loss = optimizer.scale_loss(losses(ddp(piece), piece).sum() / SAMPLES)
+        if index == len(pieces) - 1:
+            loss.backward()
+        else:
+            with ddp.no_sync():
+                loss.backward()
+    finalize_model_grads([ddp], torch.tensor(float(len(ids))), expected_tokens=SAMPLES, groups=groups)
+
+
+def wrap(net, groups, options):
+    options = dict(options)
+    if options.pop("fsdp2", False):
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        return TorchFullyShardedDataParallel(config, net, [net.last], groups)
+    config = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options})
+    return DistributedDataParallel(None, config, net, groups=groups)
+
+
+def trained(rank, world, kind, options, instances=1, dtype=torch.float64, steps=4, clip=0.3):
+    """Per step: gathered gradients, norm, zeros, weights, moments: all as {name: [(offsets, numpy array)]}."""
+    groups = parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+    ddp = wrap(Net(dtype), groups, options)
+    optimizer = get_megatron_optimizer(settings(kind, clip), [ddp], groups=groups)
+    history = []
+    for step in range(steps):
+        step_once(ddp, optimizer, step, groups)
+        gradients = pieces(optimizer.gradient_shards())
+        updated, norm, zeros = optimizer.step()
+        assert updated
+        ddp.eval()
+        ddp(batch(99))  # an evaluation between two steps
+        ddp.train()
+        history.append((gradients, norm, zeros, optimizer.params_norm()))
+    from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
+
+    state = pieces(optimizer.sharded_tensors().values()), pieces(module_tensors(ddp.module, groups=groups).values())
+    assert check_replicas([ddp], groups, optimizer.replicas()) == []
+    return history, state
+
+
+def pieces(shards):
+    return [(each.name, each.global_shape, each.offsets, each.local.double().numpy().copy()) for each in shards]
+
+
+def gathered(per_rank):
+    """{name: whole tensor}; every element must come from somewhere."""
+    whole = {}
+    for shards in per_rank:
+        for name, shape, offsets, local in shards:
+            target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+            target[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape))] = torch.from_numpy(local)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+LAYOUTS = {
+    "plain": (2, {}, 1),
+    "sharded": (2, {"use_distributed_optimizer": True}, 1),
+    "tiny buckets": (3, {"use_distributed_optimizer": True, "bucket_size": 1}, 1),
+    "overlapped": (
+        3, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+            "bucket_size": 30}, 1,
+    ),
+    "two buckets, padded": (
+        2, {"use_distributed_optimizer": True, "num_buckets": 2, "pad_buckets_for_high_nccl_busbw": True}, 1,
+    ),
+    "instances": (
+        4, {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True,
+            "bucket_size": 30}, 2,
+    ),
+    "fsdp2": (2, {"fsdp2": True}, 1),
+    "fsdp2, more ranks than rows": (4, {"fsdp2": True}, 1),
+    "hsdp": (4, {"fsdp2": True}, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["adam", "sgd"])
+def test_every_layout_equals_one_rank(gloo_pool, kind):
+    [(expected, state)] = gloo_pool.run(trained, 1, kind, {})
+    expected_state = [gathered([part]) for part in state]
+    for name, (world, options, instances) in LAYOUTS.items():
+        results = gloo_pool.run(trained, world, kind, options, instances)
+        for step, (gradients, norm, zeros, params_norm) in enumerate(expected):
+            found = gathered([history[step][0] for history, _ in results])
+            close(found, gathered([gradients]), f"{name}, gradients of step {step}")
+            for history, _ in results:
+                assert history[step][1:] == pytest.approx((norm, zeros, params_norm), rel=1e-12), (name, step)
+        for place, part in enumerate(expected_state):
+            close(gathered([both[place] for _, both in results]), part, name)
+
+
+def close(found, expected, what):
+    assert found.keys() == expected.keys(), what
+    for key, tensor in expected.items():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-11, atol=1e-13, msg=lambda m, at=(what, key): f"{at}: {m}")
+
+
+def same_bits(results, others):
+    for (history, state), (other_history, other_state) in zip(results, others, strict=True):
+        for (gradients, *numbers), (other_gradients, *other_numbers) in zip(history, other_history, strict=True):
+            assert numbers == other_numbers
+            assert [g[3].tobytes() for g in gradients] == [g[3].tobytes() for g in other_gradients]
+        for part, other in zip(state, other_state, strict=True):
+            assert [t[3].tobytes() for t in part] == [t[3].tobytes() for t in other]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_overlap_changes_no_bit_at_equal_buckets(gloo_pool, dtype):
+    buckets = {"use_distributed_optimizer": True, "bucket_size": 30}
+    overlapped = {**buckets, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    for instances in (1, 2):
+        arguments = (instances, dtype)
+        plain = gloo_pool.run(trained, 4, "adam", buckets, *arguments)
+        same_bits(plain, gloo_pool.run(trained, 4, "adam", overlapped, *arguments))
+
+
+def test_sums_of_halves_are_rounded_once_if_asked(gloo_pool):
+    """Three ranks' bf16 gradients: adding in fp32 is at least as close to the exact sum."""
+    exact = gloo_pool.run(trained, 3, "sgd", {}, 1, torch.bfloat16, 1, 0.0)
+    options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": False}
+    errors = []
+    for accumulating in (False, True):
+        chosen = {**options, "reduce_scatter_with_fp32_accumulation": accumulating}
+        results = gloo_pool.run(trained, 3, "sgd", chosen, 1, torch.bfloat16, 1, 0.0)
+        found, wanted = (gathered([history[0][0] for history, _ in each]) for each in (results, exact))
+        errors.append(sum((found[name] - wanted[name]).square().sum().item() for name in wanted))
+    assert 0 < errors[1] <= errors[0] < 1e-2
+
+
+def drifting(rank, world, instances, tp):
+    groups = parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=instances)
+    net = Net(torch.bfloat16, groups)
+    net.split = nn.Module()
+    net.split.weight = parameter((8, 4), init=Zeros(), tp=Shard(0), groups=groups)
+    ddp = wrap(net, groups, {"use_distributed_optimizer": True})
+    optimizer = get_megatron_optimizer(settings("adam"), [ddp], groups=groups)
+    assert check_replicas([ddp], groups, optimizer.replicas()) == []
+    state = optimizer.state_dict()
+    if rank == world - 1:
+        with torch.no_grad():
+            net.first.weight[1, 1] += 1
+            next(iter(state["exp_avg"].values())).view(-1)[0] += 1
+    return sorted({tuple(each) for each in check_replicas([ddp], groups, optimizer.replicas())})
+
+
+def test_drifting_weights_and_moments_are_named(gloo_pool):
+    results = gloo_pool.run(drifting, 4, 2, 1)  # ranks 0 and 1 are one instance, 2 and 3 the other
+    assert results[0] == results[2] == [("first.weight", 3, "dp_cp")]
+    assert any(name.startswith("exp_avg:") and axis == "dp_cp_replica" for name, rank, axis in results[1])
+    assert results[1] == results[3] and len(results[3]) == 2
+    results = gloo_pool.run(drifting, 4, 1, 2)
+    assert ("first.weight", 3, "tp") in results[2] and ("first.weight", 3, "dp_cp") in results[1]
+    assert results[0] == []
+    assert not any("split" in name for found in results for name, *_ in found)
+
+
+def used_early(rank, world):
+    groups = parallel_state.initialize_model_parallel()
+    options = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    ddp = wrap(Net(), groups, {**options, "bucket_size": 30})
+    optimizer = get_megatron_optimizer(settings("sgd"), [ddp], groups=groups)
+    step_once(ddp, optimizer, 0, groups)
+    optimizer.step()
+    pending = [bucket._finish_gather is not None for bucket in ddp.grad_buffers[0].buckets]
+    ddp.module.table(batch(1))
+    waited = [bucket._finish_gather is not None for bucket in ddp.grad_buffers[0].buckets]
+    weights = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+    rest = [bucket._finish_gather is not None for bucket in ddp.grad_buffers[0].buckets]
+    return pending, waited, rest, {name: value.numpy() for name, value in weights.items()}
+
+
+def test_only_what_a_module_needs_is_waited_for_and_readers_wait_for_all(gloo_pool):
+    (pending, waited, rest, weights), (*_, others) = gloo_pool.run(used_early, 2)
+    assert all(pending) and len(pending) >= 3 and 0 < sum(waited) < len(waited) and not any(rest)
+    assert all((weights[name] == others[name]).all() for name in weights)
