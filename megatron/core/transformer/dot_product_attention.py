@@ -12,6 +12,7 @@ Legend: s sequence, b batch, a query heads, g key/value groups, p query heads pe
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 
@@ -29,6 +30,8 @@ from megatron.core.transformer.attention_window import Window, layer_window
 from megatron.core.transformer.context_parallel_attention import make_context_parallel_attention
 from megatron.core.transformer.dropout import AttentionDropout, DropoutCoordinates, NoDropout
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+logger = logging.getLogger(__name__)
 
 
 class CoreAttention(nn.Module):
@@ -226,6 +229,8 @@ def make_core_attention(
         )
     unfused = config.attention_backend in ("unfused", "local") or config.attention_dropout > 0
     core = (UnfusedAttention if unfused else SDPAttention)(config, layer_number, attn_mask_type, groups)
+    if layer_number == 1:
+        _report_choice(config, core)
     if groups.cp.size == 1:
         return core
     visibility = Visibility(core.causal, core.window)
@@ -234,3 +239,17 @@ def make_core_attention(
     return make_context_parallel_attention(
         config, layer_number, visibility, core.softmax_scale, groups, whole_sequence_core
     )
+
+
+def _report_choice(config: TransformerConfig, core: CoreAttention) -> None:
+    """Says once what runs, and warns where a kernel was asked for that cannot."""
+    asked = str(config.attention_backend)
+    if asked in ("flash", "fused") and isinstance(core, UnfusedAttention):
+        logger.warning(
+            "--attention-backend %s: fused kernels draw their own dropout masks, so --attention-dropout %g is computed"
+            " by unfused attention (the same mathematics, slower); give --attention-dropout 0 for the kernel",
+            asked, config.attention_dropout,
+        )  # fmt: skip
+    else:
+        kernels = "unfused torch operations" if isinstance(core, UnfusedAttention) else "torch SDPA kernels"
+        logger.info("attention: %s (--attention-backend %s)", kernels, asked)
