@@ -39,7 +39,7 @@ class NetworkSizeConfig:
     """Added to the variance under the square root of every normalization."""
 
     apply_layernorm_1p: bool = False
-    """Store normalization weights minus one: small weights keep more digits in 16-bit types. Norms are never decayed."""
+    """Store norm weights minus one: small weights keep more digits in 16-bit types. Norms are never decayed."""
 
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual from behind the normalization, as the original BERT does."""
