@@ -27,8 +27,8 @@ _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
 _WEYL_0, _WEYL_1 = 0x9E3779B9, 0xBB67AE85
 _CHUNK_COUNTERS = {"cpu": 1 << 14, "cuda": 1 << 22}
-"""Counters per pass. On a CPU the int64 temporaries (128 KiB each) stay in a core's second-level cache; a GPU needs passes
-large enough that launching their kernels does not take longer than running them (32 MiB each)."""
+"""Counters per pass. On a CPU the int64 temporaries (128 KiB each) stay in a core's second-level cache; a GPU needs
+passes large enough (32 MiB) that launching their kernels does not take longer than running them."""
 
 
 def key(seed: int, *parts: str | int) -> int:

@@ -6,6 +6,7 @@ for. A task that raises reports its traceback; a pool with a dead or stuck worke
 the test process itself would break autograd in the workers once a test had used a GPU.)
 """
 
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -15,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 TASK_TIMEOUT_SECONDS = 120.0
+TASKS_PER_WORKER = 40  # torch leaves a gloo context of three threads behind per program; fresh workers are cheap
 
 
 class WorkerError(AssertionError):
@@ -47,6 +49,7 @@ def _serve(connection) -> None:
             parallel_state.destroy_model_parallel()
             if dist.is_initialized():
                 dist.destroy_process_group()
+            gc.collect()  # models hold their groups in cycles; each group left over keeps three threads polling
 
 
 class GlooPool:
@@ -56,6 +59,7 @@ class GlooPool:
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
         self._workers: list[tuple[Any, Any]] = []
+        self._num_tasks = 0
 
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
@@ -67,6 +71,9 @@ class GlooPool:
 
     def run(self, function: Callable, world_size: int, *args: Any) -> list[Any]:
         """``[function(rank, world_size, *args) for every rank]``, run together; raises :class:`WorkerError`."""
+        if self._num_tasks >= TASKS_PER_WORKER:
+            self.close()
+        self._num_tasks += 1
         self._grow(world_size)
         workers = self._workers[:world_size]
         with tempfile.TemporaryDirectory() as folder:
@@ -95,3 +102,4 @@ class GlooPool:
             process.terminate()
             process.join(5)
         self._workers.clear()
+        self._num_tasks = 0

@@ -70,7 +70,7 @@ OPTIONAL_IMPORT_HOMES = ("megatron/core/extensions/", "megatron/core/fusions/", 
 # path or path::name -> reason; each entry lifts the budget rules for that place
 EXCEPTIONS = {
     "megatron/core/models/gpt/gpt_model.py::__init__": "the constructor that existing programs call by name",
-    "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which existing programs name their layout",
+    "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
     "megatron/data/helpers.py::import": "the one place that picks the C++ index builders or their numpy twin",
 }
 

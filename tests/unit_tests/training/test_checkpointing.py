@@ -99,7 +99,7 @@ def draws():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_2n_steps_equal_n_and_resume_and_n(tmp_path, dtype):
-    cfg = settings(tmp_path, bf16=False, fp16=dtype == torch.float16)
+    cfg = settings(tmp_path, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     straight = Run(cfg, dtype=dtype).train(3)
     np.random.randn()  # leaves a cached second value in the generator
     assert straight.save()
@@ -116,7 +116,7 @@ def test_2n_steps_equal_n_and_resume_and_n(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_2n_steps_equal_n_and_resume_and_n_on_a_gpu(tmp_path, dtype, monkeypatch):
     monkeypatch.setattr(Run, "device", "cuda")
-    cfg = settings(tmp_path, bf16=False, fp16=dtype == torch.float16)
+    cfg = settings(tmp_path, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     straight = Run(cfg, dtype=dtype).train(3)
     assert straight.save()
     expected = torch.rand(1, device="cuda").item()

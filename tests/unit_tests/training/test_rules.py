@@ -204,7 +204,8 @@ def test_layout_contradiction_is_named(text, world_size, problem):
     [
         "--fp8-format hybrid", "--num-experts 4", "--transformer-impl transformer_engine", "--async-save",
         "--ckpt-format torch",
-        "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-megatron-fsdp",
+        "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
+        "--use-megatron-fsdp",
         "--inference-max-requests 3", "--multi-latent-attention", "--optimizer-cpu-offload", "--spec a b",
         "--dist-ckpt-strictness log_all", "--rerun-mode report_stats",
     ],
