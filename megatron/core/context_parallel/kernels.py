@@ -194,12 +194,16 @@ BlockKernel = BlockwiseTorch | FusedBlocks
 
 
 def make_block_kernel(
-    scale: float, backend: str, dtype: torch.dtype, *, channels: int, dropout_rate: float
+    scale: float, backend: str, dtype: torch.dtype, *, channels: int, dropout_rate: float, ring_window: bool = False
 ) -> BlockKernel:
     """Fused kernels for 16-bit types where there is a GPU, unless the backend is ``unfused`` or ``local``, weights are
-    dropped or the kernels do not take heads of so many channels."""
+    dropped, the kernels do not take heads of so many channels, or a ring has a sliding window (``ring_window``): flash
+    kernels are wrong by some percent on such a ring's bands, which have a left limit and no right one (H200, 2.11)."""
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     if backend in ("unfused", "local") or dropout_rate or not sixteen_bit or not torch.cuda.is_available():
+        return BlockwiseTorch(scale)
+    if ring_window:
+        logger.warning("context parallelism: sliding windows in a ring use plain torch; --cp-comm-type allgather is faster")
         return BlockwiseTorch(scale)
     if channels % 8 or channels > 256:
         logger.warning("context parallelism: no fused kernel takes %d channels per head; using plain torch", channels)

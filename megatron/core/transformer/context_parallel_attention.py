@@ -98,7 +98,7 @@ def make_context_parallel_attention(
     assert config.num_attention_heads is not None and config.kv_channels is not None
     kernel = make_block_kernel(
         scale, config.attention_backend, config.params_dtype, channels=config.kv_channels,
-        dropout_rate=config.attention_dropout,
+        dropout_rate=config.attention_dropout, ring_window=visibility.window is not None and "p2p" in kind,
     )  # fmt: skip
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads

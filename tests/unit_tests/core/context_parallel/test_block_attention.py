@@ -65,6 +65,10 @@ VISIBILITIES = {
 def test_merged_blocks_of_fused_kernels_equal_attention_over_everything(
     preferred, channels, visibility, packed, whole_keys
 ):
+    if visibility.window is not None and not whole_keys:
+        kernel = make_block_kernel(0.1, "auto", torch.bfloat16, channels=channels, dropout_rate=0.0, ring_window=True)
+        assert isinstance(kernel, BlockwiseTorch)  # rings with windows have no fused kernel that is right
+        return
     inputs = tensors(1024, channels, torch.bfloat16, "cuda")
     documents = DOCUMENTS if packed else None
     exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], visibility, documents, 1)
