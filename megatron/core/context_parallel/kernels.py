@@ -203,7 +203,7 @@ def make_block_kernel(
     if backend in ("unfused", "local") or dropout_rate or not sixteen_bit or not torch.cuda.is_available():
         return BlockwiseTorch(scale)
     if ring_window:
-        logger.warning("context parallelism: sliding windows in a ring use plain torch; --cp-comm-type allgather is faster")
+        logger.warning("context parallelism: windows in a ring use plain torch; --cp-comm-type allgather is faster")
         return BlockwiseTorch(scale)
     if channels % 8 or channels > 256:
         logger.warning("context parallelism: no fused kernel takes %d channels per head; using plain torch", channels)
