@@ -1,6 +1,7 @@
 """A real offline wandb run holds every value once, in rows whose steps never go back."""
 
 import json
+import time
 import sys
 
 import pytest
@@ -39,11 +40,20 @@ def rows_of(folder):
     return rows
 
 
+def written_rows(folder, count, seconds=30.0):
+    """The rows once there are ``count`` of them: another process writes the file."""
+    deadline = time.monotonic() + seconds
+    while len(rows := rows_of(folder)) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return rows
+
+
 @pytest.fixture
 def offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_CONSOLE", "off")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", "120")  # its service process may start slowly on a loaded machine
 
 
 def hook_in(folder, log_interval=5, **options):
@@ -54,7 +64,7 @@ def hook_in(folder, log_interval=5, **options):
 
 def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simulated_run, offline):
     simulated_run(eval_interval=3).train([hook_in(tmp_path)], 1, 10)
-    rows = rows_of(tmp_path)
+    rows = written_rows(tmp_path, 10)
     assert [row["_step"] for row in rows] == list(range(1, 11))
     assert [row["lm loss"] for row in rows] == [pytest.approx(10.0 / i) for i in range(1, 11)]
     assert [row["_step"] for row in rows if "lm loss validation" in row] == [3, 6, 9]
