@@ -1,8 +1,8 @@
 """A real offline wandb run holds every value once, in rows whose steps never go back."""
 
 import json
-import time
 import sys
+import time
 
 import pytest
 
