@@ -61,10 +61,13 @@ def one_rank(rank, world_size, port, fault, bad_rank, folder):
     sys.exit(run(cfg, lambda resolved, tokenizer: make(resolved, None)))
 
 
+EVERY_RANK = range(RANKS)
+
+
 class Run:
     """What is left of a run: exit codes and what each rank wrote."""
 
-    def __init__(self, folder, fault, bad_rank=1, ranks=range(RANKS)):
+    def __init__(self, folder, fault, bad_rank=1, ranks=EVERY_RANK):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
