@@ -19,7 +19,7 @@ def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
         cfg, 1, "micro_batch_size", "global_batch_size", "eval_micro_batch_size", "eval_global_batch_size",
         "train_samples", "eval_interval", "save_interval", "save_retain_interval", "log_interval",
         "tensorboard_log_interval", "tensorboard_queue_size", "exit_interval", "exit_duration_in_mins",
-        "log_memory_interval", "train_sync_interval", "check_weight_hash_across_dp_replicas_interval",
+        "log_memory_interval", "train_sync_interval", "check_replicas",
         "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "ddp_bucket_size",
     )  # fmt: skip
     yield from at_least(

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron.core import num_microbatches_calculator as batch_sizes
 from megatron.core.distributed import DataParallel, finalize_model_grads
-from megatron.core.distributed.replicas import check_replicas
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups import ProcessGroups
@@ -204,11 +203,6 @@ class Trainer:
     def between_steps(self) -> None:
         """Housekeeping that must happen at the same iteration on every rank."""
         cfg, iteration = self.cfg, self.state.iteration
-        if every(cfg.check_weight_hash_across_dp_replicas_interval, iteration):
-            differing = check_replicas(self.parts.model, self.parts.groups, self.parts.optimizer.replicas())
-            if differing:
-                listed = ", ".join(f"{each.name} on rank {each.rank}" for each in differing[:8])
-                raise RuntimeError(f"iteration {iteration}: replicas differ in {len(differing)} places: {listed}")
         if every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()
         if cfg.empty_unused_memory_level and self.device.type == "cuda":

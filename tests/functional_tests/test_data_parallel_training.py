@@ -165,7 +165,7 @@ def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, tmp_path
     """A ramp of the batch size and evaluations whose last batch is ragged included; replicas are checked."""
     world_size, layout = KINDS_OF_STATE[name]
     flags = [*layout, "--micro-batch-size", "1", "--global-batch-size", "24", "--rampup-batch-size", "12", "12", "36"]
-    flags += ["--eval-interval", "3", "--full-validation", "--check-weight-hash-across-dp-replicas-interval", "2"]
+    flags += ["--eval-interval", "3", "--full-validation", "--check-replicas", "2"]
     whole, parts = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags), tmp_path / "parts"
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts), "--exit-interval", "3"])
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.cli import flag
+
 
 @dataclass(kw_only=True)
 class SelfCheckConfig:
@@ -13,6 +15,6 @@ class SelfCheckConfig:
     """Seconds without progress after which a rank counts as stuck: then every rank writes its Python stack and stops,
     the first failing rank named first. Slow iterations, the first one and checkpoints get longer. 0: no watchdog."""
 
-    check_replicas: int | None = None
-    """Iterations between checks that every copy of a weight, on whatever ranks, has the same bits. When given, also
-    after the first 3 iterations and at every checkpoint."""
+    check_replicas: int | None = flag("--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
+    """Iterations between checks that every copy of a weight and of optimizer state, on whatever ranks, has the same
+    bits. When given, also after the first 3 iterations and at every checkpoint."""

@@ -63,9 +63,6 @@ class TrainingConfig:
     check_for_nan_in_loss_and_grad: bool = True
     """Go on when the loss is NaN or infinite, instead of stopping with the iteration and rank."""
 
-    check_weight_hash_across_dp_replicas_interval: int | None = None
-    """Iterations between checks that all data-parallel copies of the weights are identical."""
-
     train_sync_interval: int | None = None
     """Iterations between waits for the device, which bound how far the host runs ahead."""
 

@@ -1,8 +1,11 @@
 """A model with a hole or a double does not train; a copy that drifts by one bit is named."""
 
 import contextlib
+import re
+from unittest import mock
 
 import pytest
+import torch
 
 from megatron.core.process_groups import RankGrid
 from megatron.training.self_checks import Piece, describe_layout, problems_of
@@ -82,37 +85,59 @@ def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
     assert "the settings make" in messages[0]
 
 
-def train_with_drift(rank, world_size, one):
-    """Flips the last bit of a norm weight on rank 1 after the first step; what --check-replicas says."""
-    import torch
+def flip_a_bit_of_a_weight(parts):
+    weight = dict(parts.model[0].named_parameters())["module.decoder.layers.1.input_layernorm.weight"]
+    weight.data.view(-1).view(torch.int32)[3] ^= 1
 
+
+def flip_a_bit_of_a_main_parameter(parts):
+    """Of a norm in this rank's shard of the optimizer: its tensor-parallel peers hold copies."""
+    main_params = parts.optimizer.main_params
+    name = next(name for name in main_params if name.endswith("layernorm.weight"))
+    main_params[name].data.view(torch.int32)[0] ^= 1
+
+
+def train_with_drift(rank, world_size, argv, culprit, flip):
+    """Flips a bit on rank ``culprit`` after the second step; what the run that checks its replicas says."""
+    from megatron.training import program
     from megatron.training.layout_trace import with_synthetic_data
-    from megatron.training.program import _run
     from megatron.training.self_checks import ReplicasDiffer
     from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.trainer import Trainer
     from megatron.training.watchdog import Watchdog
 
-    class Drifting(with_synthetic_data(GPTTask, VOCAB_SIZE)):
-        batches = 0
+    def drifting_step(trainer):
+        metrics = step(trainer)
+        if rank == culprit and trainer.state.iteration == 2:
+            flip(trainer.parts)
+        return metrics
 
-        def forward_step(self, data_iterator, model):
-            self.batches += 1
-            if rank == 1 and self.batches == 4:
-                weight = dict(model.named_parameters())["module.decoder.layers.1.input_layernorm.weight"]
-                weight.data.view(torch.int32)[3] ^= 1
-            return super().forward_step(data_iterator, model)
-
-    cfg = configure(one.argv + ["--check-replicas", "1000"], world_size, "fp32")
-    try:
-        _run(cfg, lambda resolved, tokenizer: Drifting(resolved), Watchdog(cfg))
-    except ReplicasDiffer as error:
-        return str(error)
+    cfg = configure(argv, world_size, "fp32")
+    step = Trainer.train_step
+    with mock.patch.object(Trainer, "train_step", drifting_step):
+        try:
+            make_task = with_synthetic_data(GPTTask, VOCAB_SIZE)
+            program._run(cfg, lambda resolved, tokenizer: make_task(resolved), Watchdog(cfg))
+        except ReplicasDiffer as error:
+            return str(error)
     return None
 
 
+SECOND = "iteration 2: copies differ from those of the first rank that holds them: "
+WEIGHT = "decoder.layers.1.input_layernorm.weight"
+
+
 @pytest.mark.parametrize("name", ["dp2", "tp2"])
-def test_one_flipped_bit_is_named_with_its_rank(gloo_pool, name):
-    messages = gloo_pool.run(train_with_drift, 2, row(name))
+def test_one_flipped_bit_of_a_weight_is_named_with_its_rank(gloo_pool, name):
+    argv = [*row(name).argv, "--check-replicas", "1000"]
+    messages = gloo_pool.run(train_with_drift, 2, argv, 1, flip_a_bit_of_a_weight)
     assert messages[0] == messages[1]
-    assert messages[0].startswith("iteration 2: copies differ from those of the first rank that holds them: ")
-    assert "decoder.layers.1.input_layernorm.weight on rank 1" in messages[0]
+    assert messages[0].startswith(SECOND) and f"{WEIGHT} on rank 1" in messages[0]
+
+
+def test_one_flipped_bit_of_a_sharded_main_parameter_is_named(gloo_pool):
+    """Ranks 2 and 3 are tensor-parallel: they hold the same shard of the optimizer, ranks 0 and 1 the other one."""
+    argv = [*row("zero2-tp2").argv, "--bf16", "--check-weight-hash-across-dp-replicas-interval", "1000"]
+    messages = gloo_pool.run(train_with_drift, 4, argv, 3, flip_a_bit_of_a_main_parameter)
+    assert len(set(messages)) == 1 and messages[0].startswith(SECOND)
+    assert re.fullmatch(r"main_param:decoder\.\S+layernorm\.weight on rank 3", messages[0].removeprefix(SECOND))
