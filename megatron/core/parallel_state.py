@@ -1,4 +1,4 @@
-"""The one place that stores state: the process groups of this process.
+"""The one place that stores state: the process groups of this process, and where its training run stands.
 
 ``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass
 it down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.nccl_options import group_options, read_nccl_settings
+from megatron.core.notices import notice
 from megatron.core.process_groups import (
     DEFAULT_ORDER,
     SINGLE_PROCESS,
@@ -45,6 +46,20 @@ class _State:
 
 
 _state: _State | None = None
+
+_batch_position: Any = None
+"""What ``num_microbatches_calculator`` keeps: the batch schedule and the consumed samples; None before it is set up."""
+
+
+def get_batch_position() -> Any:
+    """What :func:`set_batch_position` kept."""
+    return _batch_position
+
+
+def set_batch_position(position: Any) -> None:
+    """Keeps the state of ``num_microbatches_calculator``, which alone calls this."""
+    global _batch_position
+    _batch_position = position
 
 
 def initialize_model_parallel(
@@ -120,7 +135,7 @@ def _start_distributed(timeout: timedelta) -> None:
     if torch.cuda.is_available():
         backend = "nccl"
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    logger.info("starting torch.distributed with %s, world size %s", backend, os.environ["WORLD_SIZE"])
+    notice(logger, "starting torch.distributed with %s, world size %s", backend, os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, timeout=timeout)
 
 

@@ -21,8 +21,10 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.enums import ModelType
+from megatron.core.num_microbatches_calculator import follow_batch_schedule
 from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
+from megatron.core.timers import Timers
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.elsewhere import ELSEWHERE
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -36,7 +38,6 @@ from megatron.training.initialize import initialize_megatron as bring_up
 from megatron.training.parallelize import build_model, parallelize
 from megatron.training.program import run
 from megatron.training.tasks.base import NumSamples, Task
-from megatron.training.timers import Timers
 
 
 @dataclass
@@ -111,6 +112,7 @@ class ClassicTask(Task):
         self.functions = functions
         self._sample_index: Any = None
         _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg))
+        follow_batch_schedule(cfg, cfg.data_parallel_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
@@ -227,6 +229,7 @@ def initialize_megatron(
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
     _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg))
+    follow_batch_schedule(cfg, cfg.data_parallel_size)
 
 
 def get_model(

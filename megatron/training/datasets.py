@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import batch_schedule as batch_sizes
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.data.indexed_dataset import resolve_prefix

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import batch_schedule as batch_sizes
 from megatron.core import optimizer_param_scheduler as schedules
 from megatron.training.arguments import validate_args
 from megatron.training.config.pretrain_config import PretrainConfig

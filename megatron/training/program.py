@@ -26,6 +26,7 @@ from megatron.training.dry_run import dry_run_report
 from megatron.training.evaluate import eval_sets
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.hooks.base import RunInfo
+from megatron.training.hooks.batch_position import BatchPositionHook
 from megatron.training.hooks.build import build_hooks
 from megatron.training.initialize import (
     configure_logging,
@@ -92,7 +93,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int
     with ExitConditions(cfg) as exits:
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
         check_build(parts, cfg)
-        parts.hooks = [*replica_checks(cfg, parts), *parts.hooks]
+        parts.hooks = [BatchPositionHook(cfg), *replica_checks(cfg, parts), *parts.hooks]
         watchdog.watch(parts)
         info = run_info(cfg, parts)
         for hook in parts.hooks:

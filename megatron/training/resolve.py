@@ -9,7 +9,7 @@ import dataclasses
 import os
 from typing import Any
 
-from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import batch_schedule as batch_sizes
 from megatron.core.transformer.transformer_config import default_ffn_hidden_size
 from megatron.training.config.pretrain_config import PretrainConfig
 

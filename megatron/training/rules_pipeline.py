@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import batch_schedule as batch_sizes
 from megatron.core.cli import Problem
 from megatron.core.pipeline_layout import LayoutError, parse_layout, pipeline_stages, virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import batch_schedule as batch_sizes
 from megatron.core.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules_common import Rule, at_least, missing, names_of, problem

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import num_microbatches_calculator as batch_sizes
+from megatron.core import batch_schedule as batch_sizes
 from megatron.core.distributed import DataParallel, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func

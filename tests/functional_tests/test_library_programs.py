@@ -40,20 +40,24 @@ def torchrun(*command):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    return done
 
 
 def test_the_simple_loop_trains_and_its_checkpoint_holds_the_model(tmp_path):
-    out = torchrun("examples/run_simple_mcore_train_loop.py", "--checkpoint", str(tmp_path / "saved"))
+    out = torchrun("examples/run_simple_mcore_train_loop.py", "--checkpoint", str(tmp_path / "saved")).stdout
     losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("iteration")]
     assert len(losses) == 5 and losses[-1] < losses[0] and "the checkpoint holds the model" in out
     assert (tmp_path / "saved" / "metadata.json").exists()
 
 
 def test_the_program_of_the_guides_runs_unchanged(tmp_path):
-    """It neither starts torch.distributed, nor names the layout in its configuration, nor pads its vocabulary."""
+    """It neither starts torch.distributed, nor names the layout in its configuration, nor pads its vocabulary: what
+    is done for it is in the log once, though the program has not set up any logging."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    assert torchrun(str(tmp_path / "program.py")).count("loss of the last step True") == 2
+    done = torchrun(str(tmp_path / "program.py"))
+    assert done.stdout.count("loss of the last step True") == 2
+    assert done.stderr.count("padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)") == 1
+    assert done.stderr.count("starting torch.distributed with gloo, world size 2") == 1
 
 
 def _keywords(rank, world_size, path):

@@ -13,12 +13,16 @@ NAMES = {
         "get_data_parallel_rank get_data_parallel_world_size get_data_parallel_group get_context_parallel_rank "
         "get_context_parallel_world_size get_context_parallel_group get_expert_model_parallel_rank "
         "get_expert_model_parallel_world_size get_expert_model_parallel_group is_pipeline_first_stage "
-        "is_pipeline_last_stage",
+        "is_pipeline_last_stage is_initialized get_model_parallel_group get_tensor_model_parallel_src_rank "
+        "get_data_parallel_src_rank get_virtual_pipeline_model_parallel_rank "
+        "get_virtual_pipeline_model_parallel_world_size set_virtual_pipeline_model_parallel_rank "
+        "get_expert_tensor_parallel_rank get_expert_data_parallel_rank",
     "megatron.core.mpu": "initialize_model_parallel get_data_parallel_rank",
     "megatron.core.models.gpt": "GPTModel",
     "megatron.core.models.gpt.gpt_model": "GPTModel",
     "megatron.core.models.gpt.gpt_layer_specs":
-        "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec",
+        "get_gpt_layer_local_spec get_gpt_layer_with_transformer_engine_spec get_gpt_decoder_block_spec "
+        "get_gpt_mtp_block_spec",
     "megatron.core.transformer": "TransformerConfig MLATransformerConfig",
     "megatron.core.transformer.transformer_config": "TransformerConfig MLATransformerConfig",
     "megatron.core.transformer.module": "MegatronModule",
@@ -32,7 +36,12 @@ NAMES = {
     "megatron.core.distributed.finalize_model_grads": "finalize_model_grads",
     "megatron.core.optimizer": "get_megatron_optimizer OptimizerConfig",
     "megatron.core.optimizer_param_scheduler": "OptimizerParamScheduler",
-    "megatron.core.num_microbatches_calculator": "",
+    "megatron.core.num_microbatches_calculator":
+        "get_num_microbatches get_current_global_batch_size get_current_running_global_batch_size "
+        "get_micro_batch_size update_num_microbatches init_num_microbatches_calculator "
+        "reconfigure_num_microbatches_calculator unset_num_microbatches_calculator "
+        "destroy_num_microbatches_calculator",
+    "megatron.core.timers": "Timers Timer",
     "megatron.core.dist_checkpointing": "save load",
     "megatron.core.datasets.utils": "compile_helpers",
     "megatron.core.datasets.blended_megatron_dataset_builder": "BlendedMegatronDatasetBuilder",
@@ -51,3 +60,12 @@ def test_names_of_existing_programs_are_where_they_look_for_them(module):
     for name in NAMES[module].split():
         if not hasattr(found, name):
             import_module(f"{module}.{name}")  # `from package import module`
+
+
+def test_what_is_not_available_yet_says_so_when_it_is_called():
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import TransformerConfig
+
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    with pytest.raises(ValueError, match="multi-token prediction is not available yet"):
+        gpt_layer_specs.get_gpt_mtp_block_spec(config, gpt_layer_specs.get_gpt_layer_local_spec(), vp_stage=None)

@@ -15,6 +15,7 @@ Legend: s sequence, b batch, h hidden.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.notices import notice
 from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
@@ -40,6 +42,8 @@ from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries
 
 if TYPE_CHECKING:
     from megatron.core.model_parallel_config import ModelParallelConfig
+
+logger = logging.getLogger(__name__)
 
 
 class StackedSize(NamedTuple):
@@ -239,6 +243,9 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         groups = groups or SINGLE_PROCESS
         stored = stored_vocab_size(num_embeddings, divisible_by, groups.tp)
+        if stored > num_embeddings:
+            words = " > padded vocab (size: %d) with %d dummy tokens (new size: %d)"
+            notice(logger, words, num_embeddings, stored - num_embeddings, stored)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, groups.tp
         self.weight = parameter(
             (num_embeddings, embedding_dim), init=init_method, tp=Shard(0), stored=(stored, embedding_dim),

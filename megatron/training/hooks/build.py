@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import ConsoleHook, MemoryHook
@@ -19,7 +20,6 @@ from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock, TimersHook
 from megatron.training.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
 from megatron.training.throughput import Throughput
-from megatron.training.timers import Timers
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from megatron.training.timers import Timers
+from megatron.core.timers import Timers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,7 +11,7 @@ from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 _FOLLOWS_FROM_CONFIG = {"normalization", "moe_use_legacy_grouped_gemm", "use_te_op_fuser", "use_kitchen", "vp_stage"}
 """Arguments of existing programs that choose nothing: the configuration, or the stage being built, says it."""
@@ -38,7 +38,7 @@ def layer_spec(backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool
     )
     mlp = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
     return ModuleSpec(
-        TransformerLayer,
+        backend.layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.norm,
             self_attention=ModuleSpec(SelfAttention, submodules=attention),
@@ -46,6 +46,13 @@ def layer_spec(backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool
             mlp=ModuleSpec(MLP, submodules=mlp),
         ),
     )
+
+
+def _refuse_unavailable(num_experts: int | None, moe_grouped_gemm: bool, multi_latent_attention: bool) -> None:
+    if num_experts or moe_grouped_gemm:
+        raise ValueError("num_experts: mixture-of-experts layers are not available yet")
+    if multi_latent_attention:
+        raise ValueError("multi_latent_attention: not available yet")
 
 
 def get_gpt_layer_local_spec(
@@ -61,10 +68,7 @@ def get_gpt_layer_local_spec(
     """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
     follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
     _accept(accepted)
-    if num_experts or moe_grouped_gemm:
-        raise ValueError("num_experts: mixture-of-experts layers are not available yet")
-    if multi_latent_attention:
-        raise ValueError("multi_latent_attention: not available yet")
+    _refuse_unavailable(num_experts, moe_grouped_gemm, multi_latent_attention)
     return layer_spec(get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
 
 
@@ -78,8 +82,10 @@ def get_gpt_layer_with_transformer_engine_spec(
     qk_l2_norm: bool = False,
     **accepted: object,
 ) -> ModuleSpec:
-    """A layer of Transformer Engine modules; ValueError as long as that backend is not available."""
+    """A layer of Transformer Engine modules; ValueError with the command that installs the package where it is
+    missing. Arguments as of :func:`get_gpt_layer_local_spec`."""
     _accept(accepted)
+    _refuse_unavailable(num_experts, moe_grouped_gemm, multi_latent_attention)
     return layer_spec(get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
 
 
@@ -92,3 +98,16 @@ def get_gpt_decoder_block_spec(
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     one = layer_spec(backend, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm)
     return TransformerBlockSubmodules([one] * config.num_layers, backend.norm)
+
+
+def get_gpt_mtp_block_spec(
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    use_transformer_engine: bool = False,
+    **accepted: object,
+) -> TransformerBlockSubmodules:
+    """Heads that predict further tokens; ValueError as long as they are not available."""
+    _accept(accepted)
+    raise ValueError(
+        "get_gpt_mtp_block_spec: multi-token prediction is not available yet; build the model with mtp_block_spec=None"
+    )

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
+from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks import build_hooks
 from megatron.training.hooks.build import wandb_options
 from megatron.training.hooks.guard import Guarded
 from megatron.training.metrics import read_metrics
-from megatron.training.timers import Timers
 
 
 def names_of(cfg, run):

@@ -2,12 +2,12 @@
 
 import pytest
 
+from megatron.core.timers import Timers
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.timing import Clock, TimersHook
 from megatron.training.metrics import MetricsFile, read_metrics
 from megatron.training.throughput import Throughput
-from megatron.training.timers import Timers
 
 
 def recorder(path, log_interval=5, trains=True):

@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
+from megatron.core.timers import Timers
 from megatron.training.hooks.guard import Guarded
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.scalars import Tags
@@ -13,7 +14,6 @@ from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.hooks.timing import Clock
 from megatron.training.metrics import EvalResult, MetricsFile
 from megatron.training.throughput import Throughput
-from megatron.training.timers import Timers
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from megatron.training import timers as module
-from megatron.training.timers import NullTimer, Timers
+from megatron.core import timers as module
+from megatron.core.timers import NullTimer, Timers
 
 
 @pytest.fixture
