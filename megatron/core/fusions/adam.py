@@ -1,0 +1,241 @@
+"""AdamW in one pass over memory (Kingma and Ba 2015; decoupled decay: Loshchilov and Hutter 2019).
+
+    g = c gradient                        c: clipping and unscaling
+    p <- p - lr wd p                      (decoupled; else g <- g + wd p)
+    m <- b1 m + (1 - b1) g                v <- b2 v + (1 - b2) g^2
+    p <- p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
+
+The kernel reads gradient, master and moments once and writes master, moments and the model's weight: with fp32
+gradients and moments and a split master 26 bytes per parameter, 18 with bf16 moments. Tensors lie anywhere; a table in
+device memory says where, so that all tensors of a parameter group and format take one launch. What depends on the
+gradients (c, whether to skip) and on the number of updates stays on the device: nobody waits for it.
+
+Every element is updated by itself: no sums, hence the same bits for every layout and run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.master_weights import Copy, Master, Remainder, Updated, opened
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+
+class AdamGroup(NamedTuple):
+    """Tensors that share rate and decay."""
+
+    tensors: Sequence[Updated]
+    """Moments: first and second."""
+    lr: float
+    weight_decay: float
+
+
+class AdamStep(NamedTuple):
+    """What is the same for all groups. Tensors are 0-d, on the parameters' device."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool
+    step: Tensor
+    """fp32: t, this update counted."""
+    skip: Tensor
+    """fp32: 1 changes nothing, 0 updates."""
+    factor: Tensor | None
+    """What gradients are multiplied by; None: 1."""
+
+
+AdamUpdate = Callable[[Sequence[AdamGroup], AdamStep], None]
+
+
+def adam_reference_(groups: Sequence[AdamGroup], step: AdamStep) -> None:
+    """torch's fused operator, on widened copies of what is kept in fewer bits."""
+    update: Any = torch._fused_adamw_ if step.decoupled else torch._fused_adam_
+    for group in groups:
+        for masters, gradients, (exp_avgs, exp_avg_sqs) in opened(group.tensors, step.factor):
+            update(
+                masters, gradients, exp_avgs, exp_avg_sqs, [], [step.step] * len(masters), lr=group.lr,
+                beta1=step.beta1, beta2=step.beta2, weight_decay=group.weight_decay, eps=step.eps, amsgrad=False,
+                maximize=False, grad_scale=None, found_inf=step.skip,
+            )  # fmt: skip
+
+
+_FIELDS = 6  # gradient, weight, kept, first moment, second moment: addresses; number of elements
+_BLOCK = 4096
+
+if triton is not None:
+
+    @triton.jit
+    def _adam_kernel(
+        table, chunks, scalars, lr, decay, beta1, rest1, beta2, rest2, eps,
+        GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr, FIRST: tl.constexpr,
+        SECOND: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """BLOCK elements of one tensor. KEPT_BITS: beside the weight; 0, 16 (the remainder) or 32 (the master).
+        ALIGNMENT: bytes that divide all addresses and elements that divide all sizes, for wide accesses."""
+        chunk = chunks + tl.program_id(0).to(tl.int64) * 2
+        row = table + tl.load(chunk).to(tl.int64) * FIELDS
+        at = tl.load(chunk + 1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        size = tl.load(row + 5) * (1 - tl.load(scalars).to(tl.int64))  # nothing, where the update is skipped
+        inside = at < tl.multiple_of(size, ALIGNMENT)
+        factor, bias1, root2 = tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
+        gradient_at = tl.multiple_of(tl.load(row).to(tl.pointer_type(GRADIENT)), ALIGNMENT) + at
+        first_at = tl.multiple_of(tl.load(row + 3).to(tl.pointer_type(FIRST)), ALIGNMENT) + at
+        second_at = tl.multiple_of(tl.load(row + 4).to(tl.pointer_type(SECOND)), ALIGNMENT) + at
+
+        weight_address, kept_address = tl.load(row + 1), tl.load(row + 2)
+        if KEPT_BITS == 16:
+            high_at = tl.multiple_of(weight_address.to(tl.pointer_type(tl.int16)), ALIGNMENT) + at
+            low_at = tl.multiple_of(kept_address.to(tl.pointer_type(tl.int16)), ALIGNMENT) + at
+            low = tl.load(low_at, mask=inside, other=0).to(tl.int32)
+            high = tl.load(high_at, mask=inside, other=0).to(tl.int32) - (low < 0).to(tl.int32)
+            p = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
+        elif KEPT_BITS == 32:
+            master_at = tl.multiple_of(kept_address.to(tl.pointer_type(tl.float32)), ALIGNMENT) + at
+            p = tl.load(master_at, mask=inside, other=0.0)
+        else:
+            master_at = tl.multiple_of(weight_address.to(tl.pointer_type(tl.float32)), ALIGNMENT) + at
+            p = tl.load(master_at, mask=inside, other=0.0)
+
+        g = tl.load(gradient_at, mask=inside, other=0.0).to(tl.float32) * factor
+        m = tl.load(first_at, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(second_at, mask=inside, other=0.0).to(tl.float32)
+        if DECOUPLED:
+            p -= (lr * decay) * p
+        else:
+            g += decay * p
+        m = beta1 * m + rest1 * g
+        v = beta2 * v + rest2 * g * g
+        p -= (lr / bias1) * m / (tl.sqrt(v) / root2 + eps)
+        tl.store(first_at, m.to(FIRST), mask=inside)
+        tl.store(second_at, v.to(SECOND), mask=inside)
+
+        if KEPT_BITS == 16:
+            bits = p.to(tl.int32, bitcast=True)
+            low = bits.to(tl.int16)
+            tl.store(low_at, low, mask=inside)
+            tl.store(high_at, ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16), mask=inside)
+        else:
+            tl.store(master_at, p, mask=inside)
+            if KEPT_BITS == 32:
+                weight_at = tl.multiple_of(weight_address.to(tl.pointer_type(WEIGHT)), ALIGNMENT) + at
+                tl.store(weight_at, p.to(WEIGHT), mask=inside)
+
+    _TRITON_TYPES = {
+        torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+    }  # fmt: skip
+
+
+class _Format(NamedTuple):
+    gradient: torch.dtype
+    weight: torch.dtype
+    kept_bits: int
+    first: torch.dtype
+    second: torch.dtype
+    alignment: int
+    """16 where it divides every address (in bytes) and size (in elements), else 1."""
+
+
+class _Table(NamedTuple):
+    """Where tensors of one format lie."""
+
+    format: _Format
+    rows: Tensor
+    """int64 [tensors, fields]."""
+    chunks: Tensor
+    """int32 [programs, 2]: which tensor, which block of it."""
+
+
+class TritonAdam:
+    """The kernel with its tables, built anew only when a tensor has moved."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, tuple[list[tuple[int, ...]], list[_Table]]] = {}
+
+    @torch.no_grad()
+    def __call__(self, groups: Sequence[AdamGroup], step: AdamStep) -> None:
+        """:data:`AdamUpdate`."""
+        scalars = _device_scalars(step)
+        for index, group in enumerate(groups):
+            for table in self._current(index, group.tensors):
+                kind = table.format
+                _adam_kernel[(table.chunks.shape[0],)](
+                    table.rows, table.chunks, scalars, float(group.lr), float(group.weight_decay), step.beta1,
+                    1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, GRADIENT=_TRITON_TYPES[kind.gradient],
+                    WEIGHT=_TRITON_TYPES[kind.weight], KEPT_BITS=kind.kept_bits, FIRST=_TRITON_TYPES[kind.first],
+                    SECOND=_TRITON_TYPES[kind.second], DECOUPLED=step.decoupled, ALIGNMENT=kind.alignment,
+                    FIELDS=_FIELDS, BLOCK=_BLOCK, num_warps=8,
+                )  # fmt: skip
+
+    def _current(self, index: int, tensors: Sequence[Updated]) -> list[_Table]:
+        rows = [_row(each) for each in tensors]
+        known = self._tables.get(index)
+        if known is None or known[0] != rows:
+            self._tables[index] = known = (rows, list(_tables(tensors, rows)))
+        return known[1]
+
+
+def _row(each: Updated) -> tuple[int, ...]:
+    kept = each.master.kept
+    first, second = each.moments
+    return (
+        each.gradient.data_ptr(), each.master.weight.data_ptr(), 0 if kept is None else kept.data_ptr(),
+        first.data_ptr(), second.data_ptr(), each.gradient.numel(),
+    )  # fmt: skip
+
+
+def _tables(tensors: Sequence[Updated], rows: Sequence[tuple[int, ...]]) -> Iterator[_Table]:
+    """One table per format."""
+    formats: dict[_Format, list[tuple[int, ...]]] = {}
+    for each, row in zip(tensors, rows):
+        formats.setdefault(_format(each, row), []).append(row)
+    device = tensors[0].gradient.device if tensors else torch.device("cpu")
+    for kind, own in formats.items():
+        table = torch.tensor(own, dtype=torch.int64)
+        counts = (table[:, -1] + _BLOCK - 1) // _BLOCK
+        which = torch.repeat_interleave(torch.arange(len(own)), counts)
+        block = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+        chunks = torch.stack([which, block], dim=1).to(torch.int32)
+        yield _Table(kind, _to_device(table, device), _to_device(chunks, device))
+
+
+def _format(each: Updated, row: tuple[int, ...]) -> _Format:
+    kept = each.master.kept
+    first, second = each.moments
+    parts = (each.gradient, each.master.weight, kept, first, second)
+    assert all(part is None or part.is_contiguous() for part in parts), "the kernel runs over flat memory"
+    kept_bits = 0 if kept is None else 8 * kept.element_size()
+    alignment = 1 if any(number % 16 for number in row) else 16
+    return _Format(each.gradient.dtype, each.master.weight.dtype, kept_bits, first.dtype, second.dtype, alignment)
+
+
+def _to_device(table: Tensor, device: torch.device) -> Tensor:
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _device_scalars(step: AdamStep) -> Tensor:
+    """fp32 [skip, factor, 1 - b1^t, sqrt(1 - b2^t)], from fp64 as 1 - 0.999^t needs more than fp32 has."""
+    t = step.step.to(torch.float64)
+    factor = torch.ones_like(t) if step.factor is None else step.factor.to(torch.float64)
+    corrections = (1.0 - step.beta1**t, (1.0 - step.beta2**t).sqrt())
+    return torch.stack([step.skip.to(torch.float64), factor, *corrections]).to(torch.float32)
+
+
+def choose_adam(masters: Sequence[Master]) -> AdamUpdate:
+    """The kernel for contiguous fp32 and half-precision tensors on a GPU, torch's operator elsewhere."""
+    fits = triton is not None and all(
+        each.weight.is_cuda and each.weight.is_contiguous()
+        and (each.weight.dtype == torch.float32 or isinstance(each, Copy | Remainder))
+        for each in masters
+    )  # fmt: skip
+    return TritonAdam() if fits else adam_reference_

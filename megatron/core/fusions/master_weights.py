@@ -1,0 +1,176 @@
+"""What an optimizer updates, and the fewer bits in which it may be kept.
+
+A *master* is the exact value of a model weight. Where the model computes in half precision an update is usually smaller
+than the weight's last bit, so the master is fp32: a copy (4 bytes), or for bf16 the 16 bits that the weight lacks
+(2 bytes, ``Remainder``), from which both are put together without loss:
+
+    fp32 = high * 2^16 + low        weight = high, one more where low >= 2^15;  remainder = low
+
+The weight is the master rounded to nearest with halves rounded up in magnitude. The usual rule, halves to even, cannot
+be undone: one value more would share a weight than 16 bits can tell apart. The two rules differ for one master in 2^17,
+exact halves, by the last bit of the bf16 weight; the master itself is the same number either way.
+
+Moments may be kept in bf16: they are widened, updated in fp32, and rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def split_fp32(main: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 as (bf16, int16 remainder); :func:`join_fp32` undoes it for every bit pattern."""
+    bits = main.contiguous().view(torch.int32)
+    remainder = bits.to(torch.int16)  # the low half: conversion wraps
+    high = (bits >> 16) - (remainder >> 15)  # one more where the low half is at least 2^15
+    return high.to(torch.int16).view(torch.bfloat16), remainder
+
+
+def join_fp32(weight: Tensor, remainder: Tensor) -> Tensor:
+    """Inverse of :func:`split_fp32`."""
+    high = weight.contiguous().view(torch.int16).to(torch.int32) + (remainder >> 15)
+    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
+class Master:
+    """The model's own memory, which is exact enough (fp32, fp64).
+
+    Args:
+        weight: what the model computes with, or the part of it that this rank updates; contiguous.
+    """
+
+    kept_dtype: torch.dtype | None = None
+    """Of ``kept``."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach()
+        self.kept: Tensor | None = None
+        """What there is beside the weight, in its shape; given by the owner of the memory before first use."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is read, written and updated."""
+        return self.weight.dtype
+
+    @property
+    def live(self) -> Tensor | None:
+        """A tensor that an update may write to; then :meth:`round`."""
+        return self.weight
+
+    def read(self) -> Tensor:
+        """The exact value; shares memory where it can."""
+        return self.weight
+
+    def write(self, value: Tensor) -> None:
+        """Sets the exact value, and with it the weight."""
+        if value is not self.weight:
+            self.weight.copy_(value)
+
+    def round(self) -> None:
+        """The weight follows the exact value."""
+
+    def refresh(self) -> None:
+        """The weight was changed from outside: the exact value follows."""
+
+
+class Copy(Master):
+    """An fp32 copy of a half-precision weight, which is rounded to nearest, halves to even."""
+
+    kept_dtype = torch.float32
+    kept: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def live(self) -> Tensor | None:
+        return self.kept
+
+    def read(self) -> Tensor:
+        return self.kept
+
+    def write(self, value: Tensor) -> None:
+        if value is not self.kept:
+            self.kept.copy_(value)
+        self.round()
+
+    def round(self) -> None:
+        self.weight.copy_(self.kept)
+
+    def refresh(self) -> None:
+        self.kept.copy_(self.weight)
+
+
+class Remainder(Master):
+    """bf16 weight and the other 16 bits: fp32 in the place of two halves."""
+
+    kept_dtype = torch.int16
+    kept: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32
+
+    @property
+    def live(self) -> Tensor | None:
+        return None
+
+    def read(self) -> Tensor:
+        return join_fp32(self.weight, self.kept)
+
+    def write(self, value: Tensor) -> None:
+        weight, remainder = split_fp32(value)
+        self.weight.copy_(weight)
+        self.kept.copy_(remainder)
+
+    def refresh(self) -> None:
+        self.kept.zero_()
+
+
+class Updated(NamedTuple):
+    """One tensor that an optimizer updates."""
+
+    master: Master
+    gradient: Tensor
+    moments: tuple[Tensor, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of its state can be updated where it is."""
+        live = self.master.live
+        return live is not None and all(moment.dtype == live.dtype for moment in self.moments)
+
+
+class Opened(NamedTuple):
+    """Tensors of one dtype (fp32, fp64) for an operator on lists."""
+
+    masters: list[Tensor]
+    gradients: list[Tensor]
+    moments: list[list[Tensor]]
+    """By kind of moment."""
+
+
+def opened(tensors: Sequence[Updated], factor: Tensor | None) -> Iterator[Opened]:
+    """For the body of a loop that updates what it is given in place: what can be updated where it is, all at once, then
+    one by one the others, widened before and stored after. Gradients are multiplied by ``factor``, in place where
+    they are wide already."""
+    plain = [each for each in tensors if each.is_plain]
+    for batch in ([plain] if plain else []) + [[each] for each in tensors if not each.is_plain]:
+        masters = [each.master.read() for each in batch]
+        gradients = [each.gradient.to(main.dtype) for each, main in zip(batch, masters)]
+        if factor is not None:
+            torch._foreach_mul_(gradients, factor.to(masters[0].dtype))
+        kinds = list(zip(*(each.moments for each in batch)))
+        moments = [[moment.to(masters[0].dtype) for moment in kind] for kind in kinds]
+        yield Opened(masters, gradients, moments)
+        for each, main in zip(batch, masters):
+            each.master.write(main)
+        for kind, values in zip(kinds, moments):
+            for moment, value in zip(kind, values):
+                if moment is not value:
+                    moment.copy_(value)

@@ -1,0 +1,126 @@
+"""The AdamW kernel against torch's operator; masters in 16 bits beside the weight; moments in bf16."""
+
+import pytest
+import torch
+
+from megatron.core.fusions import adam
+from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
+from megatron.core.fusions.master_weights import Copy, Master, Remainder, Updated, join_fp32, split_fp32
+
+SIZES = (5, 4096, 4097, 32)  # less than a block, one, one and a bit; all aligned, not all a multiple of 16
+
+
+def updated(size, weight, kind, moments, gradient, device="cpu", seed=0):
+    generator = torch.Generator().manual_seed(seed + size)
+    exact = torch.randn(size, generator=generator).to(device)
+    master = kind(exact.to(weight))
+    if kind.kept_dtype is not None:
+        master.kept = torch.zeros(size, dtype=kind.kept_dtype, device=device)
+        master.write(exact)
+    first, second = (0.1 * torch.randn(size, generator=generator).to(device) for _ in range(2))
+    states = (first.to(moments[0]), second.square().to(moments[1]))
+    return Updated(master, torch.randn(size, generator=generator).to(device, gradient), states)
+
+
+def numbers(device="cpu", skip=0.0, factor=0.3, decoupled=True, step=3.0):
+    made = (torch.tensor(value, device=device) for value in (step, skip))
+    scale = None if factor is None else torch.tensor(factor, dtype=torch.float64, device=device)
+    return AdamStep(0.9, 0.999, 1e-8, decoupled, *made, scale)
+
+
+FORMATS = {
+    "fp32": (torch.float32, Master, (torch.float32, torch.float32), torch.float32),
+    "bf16, copy": (torch.bfloat16, Copy, (torch.float32, torch.float32), torch.bfloat16),
+    "fp16, copy": (torch.float16, Copy, (torch.float32, torch.float32), torch.float32),
+    "bf16, remainder": (torch.bfloat16, Remainder, (torch.float32, torch.float32), torch.float32),
+    "all in 16 bits": (torch.bfloat16, Remainder, (torch.bfloat16, torch.bfloat16), torch.bfloat16),
+    "one moment in 16 bits": (torch.float32, Master, (torch.bfloat16, torch.float32), torch.float32),
+}
+
+
+def groups_of(make):
+    tensors = [make(size) for size in SIZES]
+    return [AdamGroup(tensors[:2], 0.01, 0.1), AdamGroup(tensors[2:], 0.02, 0.0)]
+
+
+def compare(kernel, name, device):
+    make = lambda size: updated(size, *FORMATS[name], device)  # noqa: E731
+    for changes in ({}, {"factor": None, "decoupled": False}, {"skip": 1.0}):
+        ours, theirs, before = (groups_of(make) for _ in range(3))
+        kernel(ours, numbers(device, **changes))
+        adam_reference_(theirs, numbers(device, **changes))
+        for group, other, start in zip(ours, theirs, before):
+            for mine, reference, old in zip(group.tensors, other.tensors, start.tensors):
+                check(mine, reference, old, bool(changes.get("skip")))
+
+
+def check(mine, reference, old, skipped):
+    """Triton's interpreter cuts bf16 off where a GPU rounds to nearest."""
+    for found, wanted in zip(mine.moments, reference.moments):
+        wide = found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted, rtol=1e-5 if wide else 2**-7, atol=1e-7)
+    exact = mine.master.read()
+    torch.testing.assert_close(exact, reference.master.read(), rtol=1e-5, atol=1e-6)
+    weight = mine.master.weight
+    if isinstance(mine.master, Remainder):
+        assert torch.equal(weight, split_fp32(exact)[0])
+    elif weight.is_cuda or weight.dtype != torch.bfloat16:
+        assert torch.equal(weight, exact.to(weight.dtype))
+    else:
+        torch.testing.assert_close(weight, exact.to(weight.dtype), rtol=2**-7, atol=0.0)
+    assert torch.equal(exact, old.master.read()) == skipped
+    if skipped:
+        assert all(torch.equal(a, b) for a, b in zip(mine.moments, old.moments))
+
+
+@pytest.mark.skipif(adam.triton is None or torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernel_equals_torch(name):
+    kernel = adam.TritonAdam()
+    compare(kernel, name, "cpu")
+    groups = groups_of(lambda size: updated(size, *FORMATS[name]))
+    first, second = (kernel._current(0, groups[0].tensors) for _ in range(2))
+    assert first is second, "tables are built anew only when something moved"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernel_equals_torch_on_a_gpu(name):
+    chosen = choose_adam([updated(3, *FORMATS[name], "cuda").master])
+    assert isinstance(chosen, adam.TritonAdam)
+    compare(chosen, name, "cuda")
+    results = []
+    for _ in range(2):
+        groups = groups_of(lambda size: updated(size, *FORMATS[name], "cuda"))
+        chosen(groups, numbers("cuda"))
+        results.append([each.master.read().clone() for group in groups for each in group.tensors])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_remainder_gives_every_fp32_number_back():
+    patterns = torch.cat([
+        torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(1)).to(torch.int32),
+        torch.tensor([0, -(2**31), 0x7F7FFFFF, 0x7F800000, 0x00008000, 0x00018000, 0x7FFFFFFF, -1, 0x3F808000],
+                     dtype=torch.int32),
+    ])  # fmt: skip
+    exact = patterns.view(torch.float32)
+    weight, remainder = split_fp32(exact)
+    assert torch.equal(join_fp32(weight, remainder).view(torch.int32), patterns)
+    tie = (patterns & 0xFFFF) == 0x8000
+    same = weight.view(torch.int16) == exact.bfloat16().view(torch.int16)
+    assert bool((same | tie | exact.isnan()).all()), "rounded to nearest but for halves"
+    assert float(split_fp32(torch.tensor([1.00390625]))[0]) == 1.0078125, "a half goes up, torch takes the even 1.0"
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_remainder_walks_the_path_of_an_fp32_copy(decoupled):
+    split, copy = (updated(4001, torch.bfloat16, kind, (torch.float32, torch.float32), torch.float32)
+                   for kind in (Remainder, Copy))
+    for step in range(8):
+        gradient = torch.randn(4001, generator=torch.Generator().manual_seed(step))
+        for each in (split, copy):
+            each.gradient.copy_(gradient)
+            adam_reference_([AdamGroup([each], 1e-3, 0.1)], numbers(step=step + 1.0, decoupled=decoupled))
+        assert torch.equal(split.master.read(), copy.master.read())
+        halves = (copy.master.read().view(torch.int32) & 0xFFFF) == 0x8000
+        assert torch.equal(split.master.weight[~halves], copy.master.weight[~halves])
