@@ -1,7 +1,8 @@
 """Named timers, as users of Megatron-LM know them: ``timers("optimizer", log_level=1).start()`` and ``.stop()``.
 
-Timers above ``--timing-log-level`` are one shared object that does nothing, so that level 0, the default, costs
-nothing. From level 1 on, starting and stopping wait for the device: the times are right, the step is slower.
+Timers above ``--timing-log-level`` measure nothing, so that level 0, the default, costs nothing. From level 1 on,
+starting and stopping wait for the device: the times are right, the step is slower. Under torch's profiler every timer,
+whatever its level, is a range of its name in the trace.
 """
 
 import logging
@@ -28,12 +29,14 @@ class Timer:
         self._started = 0.0
         self._elapsed = 0.0
         self._total = 0.0
+        self._range: Any = None
 
     def start(self, barrier: bool = False) -> None:
         """Begin; ``barrier``: after all ranks came here."""
         if self.active:
             raise RuntimeError(f"timer {self.name!r} has already been started")
         self._wait(barrier)
+        self._open_range()
         self.active = True
         self._started = time.perf_counter()
 
@@ -42,6 +45,7 @@ class Timer:
         if not self.active:
             raise RuntimeError(f"timer {self.name!r} is not started")
         self._wait(barrier)
+        self._close_range()
         seconds = time.perf_counter() - self._started
         self._elapsed += seconds
         self._total += seconds
@@ -49,6 +53,7 @@ class Timer:
 
     def reset(self) -> None:
         """Forget the time so far; a running timer stops."""
+        self._close_range()
         self._elapsed = 0.0
         self.active = False
 
@@ -78,6 +83,16 @@ class Timer:
         else:
             self.reset()  # the other ranks may not get here: wait for nobody
 
+    def _open_range(self) -> None:
+        if self._range is None and torch.autograd._profiler_enabled():
+            self._range = torch.profiler.record_function(self.name)
+            self._range.__enter__()
+
+    def _close_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
     def _wait(self, barrier: bool) -> None:
         if barrier and dist.is_available() and dist.is_initialized():
             dist.barrier()
@@ -86,16 +101,13 @@ class Timer:
 
 
 class NullTimer(Timer):
-    """Stands for every timer above the log level."""
-
-    def __init__(self) -> None:
-        super().__init__("null")
+    """A timer above the log level: a range in traces and nothing else."""
 
     def start(self, barrier: bool = False) -> None:
-        return
+        self._open_range()
 
     def stop(self, barrier: bool = False) -> None:
-        return
+        self._close_range()
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         return 0.0
@@ -119,7 +131,7 @@ class Timers:
         """Milliseconds of the last :meth:`text`, the largest over ranks."""
         self._timers: dict[str, Timer] = {}
         self._levels: dict[str, int] = {}
-        self._null = NullTimer()
+        self._silent: dict[str, NullTimer] = {}
 
     def __call__(self, name: str, log_level: int | None = None) -> Timer:
         """The timer ``name``; its first use sets its level (by default the highest), later ones may leave it out."""
@@ -134,7 +146,7 @@ class Timers:
                 self._timers[name] = Timer(name, synchronize, barrier=self.barrier_with_L1_time and known == 1)
         elif log_level is not None and log_level != known:
             raise ValueError(f"timer {name!r} has log level {known}; it cannot be used with {log_level} too")
-        return self._timers.get(name, self._null)
+        return self._timers[name] if name in self._timers else self._silent.setdefault(name, NullTimer(name))
 
     def gather(self, names: Sequence[str] | None = None, *, reset: bool = True, barrier: bool = False) -> list[dict]:
         """Seconds by name, for each rank. Collective: every rank calls it, also those that never ran such a timer."""

@@ -28,7 +28,8 @@ class ProfilerHook(Hook):
     """Starts after iteration ``start``, stops after ``end``; a resume in between starts at once.
 
     With ``directory`` torch's profiler writes ``rank-<rank>.json.gz`` there, for a browser's trace viewer. Without, the
-    range is only marked for an outer profiler: ``nsys profile --capture-range=cudaProfilerApi``.
+    range is only marked for an outer profiler: ``nsys profile --capture-range=cudaProfilerApi``. Both show each
+    iteration as a range of the name ``iteration N``.
     """
 
     def __init__(self, start: int, end: int, directory: Path | None):
@@ -37,6 +38,7 @@ class ProfilerHook(Hook):
         self.start, self.end, self.directory = start, end, directory
         self.rank = 0
         self.running: Any = None
+        self.range: Any = None
 
     def on_train_start(self, run: RunInfo) -> None:
         self.rank = run.rank
@@ -54,10 +56,20 @@ class ProfilerHook(Hook):
             self.running.start()
         elif self.running is not None and iteration >= self.end:
             self._stop()
+        self._close_range()
+        if self.running is not None:
+            self.range = torch.profiler.record_function(f"iteration {iteration + 1}")
+            self.range.__enter__()
+
+    def _close_range(self) -> None:
+        if self.range is not None:
+            self.range.__exit__(None, None, None)
+            self.range = None
 
     def _stop(self) -> None:
         if self.running is None:
             return
+        self._close_range()
         self.running.stop()
         if self.directory is not None:
             self.directory.mkdir(parents=True, exist_ok=True)

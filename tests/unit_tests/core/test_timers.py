@@ -4,6 +4,7 @@ import logging
 import re
 
 import pytest
+import torch
 
 from megatron.core import timers as module
 from megatron.core.timers import NullTimer, Timers
@@ -54,8 +55,8 @@ def test_a_with_block_is_timed_and_an_error_in_it_stops_the_timer(clock):
 
 def test_level_zero_costs_nothing():
     timers = Timers(log_level=0)
-    first, second = timers("forward-backward", log_level=1), timers("batch-generator", log_level=2)
-    assert first is second and isinstance(first, NullTimer)
+    first = timers("forward-backward", log_level=1)
+    assert isinstance(first, NullTimer) and timers("batch-generator", log_level=2) is not first
     with first:
         first.start()  # never "already started"
         first.stop()
@@ -105,6 +106,18 @@ def test_write_gives_seconds(clock):
     writer = type("Writer", (), {"add_scalar": lambda self, *args: points.append(args)})()
     timers.write(["optimizer"], writer, 7, normalizer=4)
     assert points == [("optimizer-time", 0.5, 7)]
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_every_timer_is_a_range_in_a_trace(level):
+    timer = Timers(level)("optimizer", log_level=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+        with timer:
+            torch.ones(1)
+        with pytest.raises(KeyError), timer:
+            raise KeyError
+    names = [event.name for event in trace.events()]
+    assert names.count("optimizer") == 2 and "aten::ones" in names
 
 
 def text_of_two_ranks(rank, world_size, option):

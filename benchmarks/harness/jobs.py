@@ -1,0 +1,209 @@
+"""One row, measured: fresh jobs of pretrain_gpt.py, their health, medians, and the profile of one step.
+
+A job's time counts only if it trained: every loss finite, the last below the first, not yet zero. A GPU at its power
+limit runs constant, zero or NaN data up to a fifth faster.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import roofline, step_trace
+from benchmarks.harness.environment import sampled_clocks
+from benchmarks.harness.rows import flags_of, split_name
+from megatron.training.arguments import parse_args
+from megatron.training.resolve import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+PROFILED = 2
+"""Iterations under the profiler, the last of a job; the first of them is read, the second shows where it ends."""
+LEARNED = 1e-3
+"""A loss that leaves no gradient to compute."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How rows are measured."""
+
+    repeats: int = 2
+    warmup: int = 3
+    """Iterations left out of the medians."""
+    iters: int | None = None
+    """Instead of the row's own number."""
+    layers: int | None = None
+    profile: bool = True
+    """Of the last repeat."""
+    smoke: bool = False
+    timeout: float = 300.0
+    extra: tuple[str, ...] = ()
+    keep_traces: Path | None = None
+    """A folder that gets the trace of each row."""
+
+
+def command_of(name: str, folder: Path, settings: Settings, *, traced: bool) -> list[str]:
+    """The job of a row; without a launcher where there is one rank."""
+    row, _ = split_name(name)
+    words = flags_of(name, extra=settings.extra, smoke=settings.smoke, layers=settings.layers)
+    iters = settings.iters or (7 if settings.smoke else row.iters)
+    words += ["--train-iters", str(iters), "--tensorboard-dir", str(folder)]
+    if traced:
+        words += ["--profile", "--use-pytorch-profiler", "--profile-step-start", str(iters - PROFILED)]
+        words += ["--profile-step-end", str(iters)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.gpus}"] if row.gpus > 1 else []
+    return [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *words]
+
+
+def shown(command: Sequence[str], folder: Path) -> str:
+    """The command as a user would type it."""
+    text = shlex.join(command).replace(str(folder), "OUTPUT").replace(str(ROOT) + "/", "")
+    return text.replace(shlex.quote(sys.executable) + " -m torch.distributed.run", "torchrun").replace(
+        shlex.quote(sys.executable), "python"
+    )
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def health(losses: Sequence[float]) -> str | None:
+    """What is wrong with a run as a measure of training; None if nothing is."""
+    if not losses:
+        return "no loss was recorded"
+    if not all(math.isfinite(loss) for loss in losses):
+        return f"the loss of iteration {next(i for i, x in enumerate(losses, 1) if not math.isfinite(x))} is not finite"
+    if losses[-1] >= losses[0]:
+        return f"the loss did not fall: {losses[0]:.4f} to {losses[-1]:.4f}"
+    return f"nothing left to learn: loss {losses[-1]:.1e}" if losses[-1] < LEARNED else None
+
+
+def reason(stderr: str) -> str:
+    """What the ranks said, without the launcher's own report."""
+    start, *tracebacks = stderr.split("Traceback (most recent call last):")
+    own = [text for text in tracebacks if "torch/distributed/run.py" not in text]
+    said = "Traceback:".join([start, *own]).split("torch.distributed.elastic.multiprocessing", 1)[0]
+    return said[-2000:].strip()
+
+
+def run_job(name: str, settings: Settings, *, traced: bool) -> dict[str, Any]:
+    """One fresh job: its steady iterations, losses, memory and, if ``traced``, profile. ``error`` if it failed."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary, sampled_clocks() as clocks:
+        folder = Path(temporary) / "run"
+        command = command_of(name, folder, settings, traced=traced)
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        if settings.smoke:
+            environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+        try:
+            job = subprocess.run(
+                command, cwd=temporary, env=environment, capture_output=True, text=True, timeout=settings.timeout
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"not finished after {settings.timeout:.0f} s", "command": shown(command, folder)}
+        result: dict[str, Any] = {"command": shown(command, folder)}
+        if job.returncode:
+            return {**result, "error": reason(job.stderr)}
+        iters = int(command[command.index("--train-iters") + 1])
+        last = iters - PROFILED if traced else iters
+        result.update(steady(read_records(folder / "timing.jsonl"), settings.warmup, last))
+        losses = [each["lm loss"] for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
+        result["losses"] = [round(loss, 5) for loss in losses]
+        result["invalid"] = health(losses)
+        if traced:
+            result.update(read_trace(name, Path(temporary), settings))
+    result["clocks"] = clocks
+    result["job_seconds"] = round(time.perf_counter() - started, 1)
+    return result
+
+
+def steady(timing: Sequence[dict[str, Any]], warmup: int, last: int) -> dict[str, Any]:
+    """Medians over the iterations after ``warmup`` up to ``last``."""
+    own = [record for record in timing if warmup < record["iteration"] <= last]
+    if not own:
+        return {"error": f"no iteration is measured: {warmup} of warm-up, {last} before the profile"}
+    seconds = [record["seconds_per_iteration"] for record in own]
+    peak = max((record["memory"] or {}).get("mem-max-allocated-bytes", 0) for record in timing)
+    return {
+        "seconds_per_iteration": statistics.median(seconds),
+        "spread": round((max(seconds) - min(seconds)) / statistics.median(seconds), 4),
+        "measured_iterations": len(own),
+        "tokens_per_second_per_gpu": statistics.median(r["tokens_per_second"] / r["world_size"] for r in own),
+        "tflops_per_gpu": statistics.median(record["tflops_per_device"] for record in own),
+        "peak_memory_gb": peak / 1e9 or None,
+    }
+
+
+def read_trace(name: str, folder: Path, settings: Settings) -> dict[str, Any]:
+    """Profile and roofline of a job's trace of rank 0."""
+    traces = sorted(folder.rglob("rank-0.json*"))
+    if not traces:
+        return {"profile": None}
+    if settings.keep_traces:
+        settings.keep_traces.mkdir(parents=True, exist_ok=True)
+        shutil.copy(traces[0], settings.keep_traces / f"{name}.json.gz")
+    return analyse(name, traces[0], settings)
+
+
+def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
+    """The profile of a trace file of a row, and its distance from the limits."""
+    row, _ = split_name(name)
+    words = flags_of(name, extra=settings.extra, smoke=settings.smoke, layers=settings.layers)
+    cfg = resolve(parse_args([*words, "--train-iters", "1"]), row.gpus, gpus=not settings.smoke)
+    found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.vocab_size))
+    if found is None:
+        return {"profile": None}
+    profile, ceilings = found.as_dict(), roofline.load_ceilings()
+    return {
+        "profile": profile,
+        "roofline": roofline.report(cfg, cfg.vocab_size, ceilings, profile).as_dict(),
+        "communication_if_not_hidden_ms": roofline.communication_ms(cfg, cfg.vocab_size, ceilings),
+    }
+
+
+MEDIANS = ("seconds_per_iteration", "tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_gb")
+
+
+def measure(name: str, settings: Settings) -> dict[str, Any]:
+    """A row: ``settings.repeats`` jobs, medians of their medians; the profile is the last job's."""
+    jobs: list[dict[str, Any]] = []
+    for repeat in range(settings.repeats):
+        jobs.append(run_job(name, settings, traced=settings.profile and repeat == settings.repeats - 1))
+        if "error" in jobs[-1]:
+            break
+    return combine(jobs)
+
+
+def combine(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several jobs; an error or an unhealthy job is the row's."""
+    good = [job for job in jobs if "error" not in job]
+    result: dict[str, Any] = {"command": jobs[0]["command"], "repeats": len(good)}
+    failed = next((job["error"] for job in jobs if "error" in job), None)
+    if failed is not None:
+        result["error"] = failed
+    if not good:
+        return result
+    for key in MEDIANS:
+        values = [job[key] for job in good if job[key] is not None]
+        result[key] = statistics.median(values) if values else None
+    result["tflops_of_each_repeat"] = [round(job["tflops_per_gpu"], 2) for job in good if job["tflops_per_gpu"]]
+    result["spread_within_a_job"] = max(job["spread"] for job in good)
+    result["losses"] = good[-1]["losses"]
+    result["invalid"] = next((job["invalid"] for job in good if job["invalid"]), None)
+    result["clocks"] = good[0]["clocks"]
+    result["job_seconds"] = [job["job_seconds"] for job in good]
+    for key in ("profile", "roofline", "communication_if_not_hidden_ms"):
+        if good[-1].get(key):
+            result[key] = good[-1][key]
+    return result

@@ -1,0 +1,319 @@
+"""The least time that each class of a step's work can take on rank 0, and where a measured step is above it.
+
+Products count at the rates at which the device was measured to do them alone, everything else by the bytes that a fused
+implementation must move at the rate of a plain copy: each input read once, each result written once. No recomputation,
+no exposed communication; a pipeline's bubble, which no kernel can remove, counts as communication, since that is how a
+waiting rank spends it. A pure function of the configuration and of ``ceilings.json``; torch-free.
+
+Bytes per token and channel, e bytes per element:
+
+    residual + norm   forward 4 e (branch and stream in, stream and normed out), backward 4 e
+    rope              queries and keys in and out, forward and backward
+    gated activation  forward 3 e per channel of its output, backward 5 e; plain ones 2 e and 3 e
+    cross entropy     logits read in forward; read, and their gradient written, in backward
+    Adam              gradient read twice (norm, update), main weight and both moments read and written, weight written
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.harness import kernel_classes as kinds
+from megatron.training.pipeline_report import microbatches_of, stages_of, timeline_of
+
+CEILINGS = Path(__file__).with_name("ceilings.json")
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+BACKWARD_PRODUCTS, FORWARD_PRODUCTS = 5, 2  # of attention: the scores are computed again in backward
+
+Config = Any
+"""A resolved PretrainConfig."""
+
+
+class Linear(NamedTuple):
+    """A weight on this rank, and how many layers of the rank have one like it."""
+
+    name: str
+    out: int
+    into: int
+    count: int
+
+
+@dataclass
+class Work:
+    """What a class must at least do in one step on rank 0."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    ms: float = 0.0
+
+    def add(self, *, flops: float = 0.0, bytes: float = 0.0, seconds: float = 0.0) -> None:
+        self.flops += flops
+        self.bytes += bytes
+        self.ms += seconds * 1e3
+
+
+@dataclass(frozen=True)
+class Share:
+    """Sizes of what rank 0 does in one step."""
+
+    cfg: Config
+    vocab_size: int
+    layers: int
+    has_loss: bool
+    microbatches: int
+
+    @classmethod
+    def of(cls, cfg: Config, vocab_size: int) -> Share:
+        stages = stages_of(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
+        layers = sum(len(stage.layers) for stage in stages)
+        return cls(cfg, vocab_size, layers, any(stage.loss for stage in stages), microbatches_of(cfg))
+
+    @property
+    def tokens(self) -> int:
+        """Of one micro-batch, in the products of this rank."""
+        return self.cfg.seq_length // self.cfg.context_parallel_size * self.cfg.micro_batch_size
+
+    @property
+    def own_tokens(self) -> float:
+        """Of a whole step, between the products: under sequence parallelism a part."""
+        parts = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
+        return self.tokens * self.microbatches / parts
+
+    @property
+    def element(self) -> int:
+        """Bytes of an activation."""
+        return 2 if self.cfg.bf16 or self.cfg.fp16 else 4
+
+    @property
+    def attention_pairs(self) -> float:
+        """Query-key pairs of one layer in one step on this rank, per head."""
+        cfg = self.cfg
+        return cfg.seq_length**2 / 2 * cfg.micro_batch_size * self.microbatches / cfg.context_parallel_size
+
+    @property
+    def parameters(self) -> float:
+        """On this rank; norms and biases, a thousandth, are left out."""
+        tables = sum(weight.out * weight.into * weight.count for weight in self.linears())
+        cfg = self.cfg
+        tied_elsewhere = self.has_loss and not cfg.untie_embeddings_and_output_weights
+        embedding = 0 if tied_elsewhere else self.vocab_size * cfg.hidden_size / cfg.tensor_model_parallel_size
+        return tables + embedding
+
+    def linears(self) -> list[Linear]:
+        """Every weight that is multiplied with."""
+        cfg, tp = self.cfg, self.cfg.tensor_model_parallel_size
+        heads, groups, channels = cfg.num_attention_heads, cfg.num_query_groups, cfg.kv_channels
+        width = cfg.ffn_hidden_size
+        gated = 2 if cfg.swiglu or cfg.quick_geglu else 1
+        found = [
+            Linear("qkv", (heads + 2 * groups) * channels // tp, cfg.hidden_size, self.layers),
+            Linear("proj", cfg.hidden_size, heads * channels // tp, self.layers),
+            Linear("fc1", gated * width // tp, cfg.hidden_size, self.layers),
+            Linear("fc2", cfg.hidden_size, width // tp, self.layers),
+        ]
+        if self.has_loss:
+            found.append(Linear("output layer", self.vocab_size // tp, cfg.hidden_size, 1))
+        return found
+
+
+def weight_shapes(cfg: Config, vocab_size: int) -> set[tuple[int, int]]:
+    """(output, input) sizes by which a trace's products are told apart; the output layer's also padded."""
+    share = Share.of(cfg, vocab_size)
+    shapes = {(weight.out, weight.into) for weight in share.linears()}
+    multiple = 128
+    padded = math.ceil(vocab_size / multiple) * multiple // cfg.tensor_model_parallel_size
+    return shapes | {(padded, cfg.hidden_size)} if share.has_loss else shapes
+
+
+# ---- ceilings
+
+
+def load_ceilings(path: Path = CEILINGS) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def gemm_rate(ceilings: Mapping[str, Any], kind: str, out: int, into: int) -> float:
+    """FLOP/s: measured for this shape, else the highest of its kind."""
+    by_shape = ceilings["gemm_tflops_by_shape"].get(f"{out}x{into}", {})
+    return 1e12 * by_shape.get(kind, ceilings["gemm_tflops"][kind]["highest"])
+
+
+def attention_rates(ceilings: Mapping[str, Any], length: int) -> tuple[float, float]:
+    """FLOP/s of attention forward and backward over ``length`` tokens, between the lengths that were measured."""
+    forward = interpolate(ceilings["attention_tflops"]["forward"], length)
+    both = interpolate(ceilings["attention_tflops"]["forward and backward"], length)
+    total = FORWARD_PRODUCTS + BACKWARD_PRODUCTS
+    backward = BACKWARD_PRODUCTS / (total / both - FORWARD_PRODUCTS / forward)
+    return forward * 1e12, backward * 1e12
+
+
+def interpolate(table: Mapping[str, float], length: int) -> float:
+    """By the logarithm of the length; the nearest entry outside of the table."""
+    points = sorted((float(key), value) for key, value in table.items())
+    if length <= points[0][0]:
+        return points[0][1]
+    for (low, at_low), (high, at_high) in zip(points, points[1:]):
+        if length <= high:
+            return at_low + (at_high - at_low) * math.log(length / low) / math.log(high / low)
+    return points[-1][1]
+
+
+# ---- limits
+
+
+def limits(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[str, Work]:
+    """Class -> least work of one step on rank 0."""
+    share = Share.of(cfg, vocab_size)
+    work = {name: Work() for name in kinds.CLASSES}
+    _add_products(work, share, ceilings)
+    _add_attention(work, share, ceilings)
+    bandwidth = ceilings["copy_terabytes_per_second"] * 1e12
+    for name, size in _least_bytes(share).items():
+        work[name].add(bytes=size, seconds=size / bandwidth)
+    work[kinds.COMMUNICATION].add(seconds=bubble_seconds(cfg, vocab_size, sum(each.ms for each in work.values()) / 1e3))
+    return work
+
+
+def _add_products(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
+    for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD):
+        for weight in share.linears():
+            flops = 2.0 * share.tokens * weight.out * weight.into * weight.count * share.microbatches
+            work[kind].add(flops=flops, seconds=flops / gemm_rate(ceilings, kind, weight.out, weight.into))
+
+
+def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
+    cfg = share.cfg
+    heads = cfg.num_attention_heads / cfg.tensor_model_parallel_size
+    product = 2.0 * share.attention_pairs * share.layers * heads * cfg.kv_channels
+    names = (kinds.ATTENTION_FORWARD, FORWARD_PRODUCTS), (kinds.ATTENTION_BACKWARD, BACKWARD_PRODUCTS)
+    for (name, count), rate in zip(names, attention_rates(ceilings, cfg.seq_length)):
+        work[name].add(flops=count * product, seconds=count * product / rate)
+
+
+def _least_bytes(share: Share) -> dict[str, float]:
+    cfg, element, tokens = share.cfg, share.element, share.own_tokens
+    tp, all_tokens = cfg.tensor_model_parallel_size, share.tokens * share.microbatches
+    norms = 2 * share.layers + share.has_loss
+    found = {kinds.NORM: 8.0 * element * cfg.hidden_size * tokens * norms}
+    if cfg.position_embedding_type == "rope":
+        channels = (cfg.num_attention_heads + cfg.num_query_groups) * cfg.kv_channels / tp
+        found[kinds.ROPE] = 4.0 * element * channels * all_tokens * share.layers
+    passes = 3 + 5 if cfg.swiglu or cfg.quick_geglu else 2 + 3
+    found[kinds.ACTIVATION] = passes * element * cfg.ffn_hidden_size / tp * all_tokens * share.layers
+    if share.has_loss:
+        found[kinds.CROSS_ENTROPY] = 3.0 * element * share.vocab_size / tp * all_tokens
+    found[kinds.EMBEDDING] = (3.0 * element + 2 * 4) * cfg.hidden_size * tokens
+    found[kinds.OPTIMIZER] = optimizer_bytes_per_parameter(cfg) * share.parameters / optimizer_ranks(cfg)
+    return found
+
+
+def optimizer_ranks(cfg: Config) -> int:
+    """How many ranks share out the update."""
+    shared = cfg.use_distributed_optimizer or cfg.use_torch_fsdp2
+    return cfg.data_parallel_size * cfg.context_parallel_size if shared else 1
+
+
+def optimizer_bytes_per_parameter(cfg: Config) -> float:
+    """Of one Adam step with clipping."""
+    gradient = 4 if cfg.accumulate_allreduce_grads_in_fp32 or not (cfg.bf16 or cfg.fp16) else 2
+    moments = [BYTES[cfg.exp_avg_dtype], BYTES[cfg.exp_avg_sq_dtype]] if cfg.use_precision_aware_optimizer else [4, 4]
+    if cfg.optimizer != "adam":
+        moments = [4] if cfg.sgd_momentum else []
+    main = BYTES[cfg.main_params_dtype] if cfg.use_precision_aware_optimizer else 4
+    model_weight = 2 if cfg.bf16 or cfg.fp16 else 0
+    return 2 * gradient + 2 * main + 2 * sum(moments) + model_weight
+
+
+def bubble_seconds(cfg: Config, vocab_size: int, busy_seconds: float) -> float:
+    """What rank 0 waits in a pipeline whose kernels run at their limits and whose messages take no time."""
+    if cfg.pipeline_model_parallel_size == 1:
+        return 0.0
+    timeline = timeline_of(cfg, microbatches_of(cfg), vocab_size)
+    return busy_seconds * (timeline.duration / timeline.busy(0) - 1)
+
+
+def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[str, float]:
+    """What the collectives of one step take on rank 0 at the measured bus bandwidths, if nothing hides them."""
+    share, speeds = Share.of(cfg, vocab_size), ceilings["bus_gigabytes_per_second"]
+    found = {}
+    ranks = cfg.data_parallel_size * cfg.context_parallel_size
+    if ranks > 1:
+        part, size = (ranks - 1) / ranks, share.parameters
+        gradient = 4 if cfg.accumulate_allreduce_grads_in_fp32 else 2
+        if optimizer_ranks(cfg) > 1:
+            found["gradients, reduce-scatter"] = part * gradient * size / speeds["reduce_scatter"] / 1e6
+            found["weights, all-gather"] = part * share.element * size / speeds["all_gather"] / 1e6
+        else:
+            found["gradients, all-reduce"] = 2 * part * gradient * size / speeds["all_reduce"] / 1e6
+    tp = cfg.tensor_model_parallel_size
+    if tp > 1:
+        size = share.tokens * cfg.hidden_size * share.element * share.layers * share.microbatches * (tp - 1) / tp
+        if cfg.sequence_parallel:  # qkv and fc1 gather in forward and twice in backward, proj and fc2 once in backward
+            found["activations, all-gather"] = 6 * size / speeds["all_gather"] / 1e6
+            found["activations, reduce-scatter"] = 4 * size / speeds["reduce_scatter"] / 1e6
+        else:
+            found["activations, all-reduce"] = 2 * 4 * size / speeds["all_reduce"] / 1e6
+    return found
+
+
+# ---- report
+
+
+@dataclass
+class Report:
+    """Limits beside what was measured, milliseconds of one step on rank 0."""
+
+    limit: dict[str, Work]
+    measured: dict[str, float] = field(default_factory=dict)
+    step_ms: float | None = None
+
+    @property
+    def limit_ms(self) -> float:
+        return sum(work.ms for work in self.limit.values())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """By the size of the gap, largest first. Products that could not be told apart join those that could."""
+        names = [*self.limit, *(name for name in self.measured if name not in self.limit)]
+        found = []
+        for name in names:
+            work, took = self.limit.get(name, Work()), self.measured.get(name, 0.0)
+            if work.ms or took:
+                found.append({
+                    "class": name, "limit_ms": work.ms, "measured_ms": took, "gap_ms": took - work.ms,
+                    "tflops": work.flops / took / 1e9 if took else None,
+                    "tb_per_second": work.bytes / took / 1e9 if took else None,
+                })  # fmt: skip
+        return sorted(found, key=lambda row: -row["gap_ms"])
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = [{key: round(v, 3) if isinstance(v, float) else v for key, v in row.items()} for row in self.rows()]
+        return {"limit_ms": round(self.limit_ms, 3), "step_ms": self.step_ms, "rows": rows}
+
+    def text(self) -> str:
+        """Where the gap to the limit is."""
+        lines = [f"{'class':<24}{'limit ms':>10}{'measured':>10}{'gap':>9}{'of gap':>8}{'TFLOP/s':>9}{'TB/s':>7}"]
+        total = (self.step_ms or 0.0) - self.limit_ms
+        for row in self.rows():
+            share = f"{row['gap_ms'] / total:7.1%}" if self.step_ms and total else ""
+            rate = f"{row['tflops']:9.0f}" if row["tflops"] else " " * 9
+            speed = f"{row['tb_per_second']:7.2f}" if row["tb_per_second"] else ""
+            lines.append(
+                f"{row['class']:<24}{row['limit_ms']:10.2f}{row['measured_ms']:10.2f}{row['gap_ms']:9.2f}{share:>8}"
+                f"{rate}{speed}"
+            )
+        whole = f"{'step':<24}{self.limit_ms:10.2f}"
+        lines.append(whole + (f"{self.step_ms:10.2f}{total:9.2f}" if self.step_ms else ""))
+        return "\n".join(lines)
+
+
+def report(
+    cfg: Config, vocab_size: int, ceilings: Mapping[str, Any], profile: Mapping[str, Any] | None = None
+) -> Report:
+    """``profile``: as of ``step_trace.Profile.as_dict``."""
+    measured = dict(profile["ms"]) if profile else {}
+    return Report(limits(cfg, vocab_size, ceilings), measured, profile["step_ms"] if profile else None)

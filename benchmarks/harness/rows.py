@@ -1,0 +1,131 @@
+"""The rows of the speed table, as data: what is trained on how many GPUs, and named changes to any row. Torch-free.
+
+A row is measured as ``row`` or ``row+variant`` or ``row+variant+variant``; each is one fresh job of pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+LLAMA_8B = (
+    "--hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --rotary-base 500000 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 --vocab-size 128256"
+)
+GPT_345M = (
+    "--hidden-size 1024 --num-attention-heads 16 --attention-dropout 0 --hidden-dropout 0 --bf16 --vocab-size 50304"
+)
+TINY_LLAMA = (
+    "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --vocab-size 500"
+)
+TINY_GPT = "--hidden-size 64 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0 --vocab-size 500"
+COMMON = (
+    "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --lr-warmup-iters 2 --eval-iters 0 --log-interval 1 "
+    "--log-throughput --num-workers 1 --manual-gc"
+)
+ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+PP4 = "--pipeline-model-parallel-size 4"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    gpus: int
+    layers: int
+    length: int
+    """Tokens per sequence."""
+    batch: int
+    """Sequences per step."""
+    flags: str = ""
+    micro_batch: int = 1
+    iters: int = 9
+    """Warm-up, measured and, at the end, profiled iterations."""
+    shape: str = LLAMA_8B
+    tiny: str = TINY_LLAMA
+    """In place of ``shape`` in a smoke run."""
+    seconds: int = 90
+    """What one job takes on H200s, start and trace included, for planning."""
+
+
+ROWS: dict[str, Row] = {
+    "one": Row(1, 16, 8192, 8, seconds=75),
+    "one-s4096": Row(1, 16, 4096, 16, micro_batch=2, seconds=75),
+    "gpt-345m": Row(1, 24, 1024, 32, micro_batch=8, iters=24, shape=GPT_345M, tiny=TINY_GPT, seconds=45),
+    "dp4": Row(4, 32, 8192, 32, ZERO, iters=8, seconds=130),
+    "dp4-no-overlap": Row(4, 32, 8192, 32, "--use-distributed-optimizer", iters=8, seconds=130),
+    "tp4-sp": Row(4, 32, 8192, 32, TP4, iters=8, seconds=130),
+    "tp4-sp-overlap": Row(4, 32, 8192, 32, f"{TP4} --tp-comm-overlap", iters=8, seconds=130),
+    "pp4": Row(4, 32, 8192, 32, PP4, iters=8, seconds=130),
+    "pp4-vpp": Row(4, 32, 8192, 32, f"{PP4} --num-layers-per-virtual-pipeline-stage 2", iters=8, seconds=130),
+    "pp4-zero-bubble": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble", iters=8, seconds=130),
+    "cp4-s32768": Row(4, 32, 32768, 8, f"--context-parallel-size 4 {ZERO}", iters=7, seconds=150),
+    # the activations of 32 layers of 32768 tokens per GPU, about 250 GB, do not fit: layers are recomputed
+    "cp4-s131072": Row(
+        4, 32, 131072, 1, f"--context-parallel-size 4 {RECOMPUTED} {ZERO}", iters=7, seconds=180
+    ),
+    "tp2-pp2": Row(
+        4, 32, 8192, 32, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        iters=8, seconds=130,
+    ),
+    "dp2-tp2": Row(
+        4, 32, 8192, 32, f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO}", iters=8, seconds=130
+    ),
+    "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
+}  # fmt: skip
+
+VARIANTS: dict[str, str] = {
+    "no-fusions": (
+        "--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
+        "--no-masked-softmax-fusion --no-gradient-accumulation-fusion"
+    ),
+    "no-wgrad-fusion": "--no-gradient-accumulation-fusion",
+    "ce-fusion": "--cross-entropy-loss-fusion",
+    "recompute-norms": "--recompute-granularity selective --recompute-modules layernorm",
+    "recompute-attention": "--recompute-granularity selective --recompute-modules core_attn",
+    "recompute-mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
+    "recompute-full": RECOMPUTED,
+    "precision-aware": (
+        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+    ),
+    "te": "--transformer-impl transformer_engine",
+    "flash": "--attention-backend flash",
+    "cudnn": "--attention-backend fused",
+    "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
+    "deterministic": "--deterministic-mode",
+    "timers": "--timing-log-level 2",
+}
+
+SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that products can be told apart
+
+
+def split_name(name: str) -> tuple[Row, list[str]]:
+    """``dp4+te`` -> (the row, its variants); ``ValueError`` names what does not exist and what does."""
+    row, *variants = name.split("+")
+    if row not in ROWS:
+        raise ValueError(f"no row {row!r}; there are {', '.join(ROWS)}")
+    for variant in variants:
+        if variant not in VARIANTS:
+            raise ValueError(f"no variant {variant!r}; there are {', '.join(VARIANTS)}")
+    return ROWS[row], variants
+
+
+def flags_of(name: str, *, extra: Sequence[str] = (), smoke: bool = False, layers: int | None = None) -> list[str]:
+    """The flags of pretrain_gpt.py for a row and its variants; ``extra`` ones come last and so win."""
+    row, variants = split_name(name)
+    shape, depth, length, batch = row.shape, layers or row.layers, row.length, row.batch
+    if smoke:
+        shape, depth, length, batch = row.tiny, layers or SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH
+    micro_batch = min(row.micro_batch, batch // row.gpus) if smoke else row.micro_batch
+    words = [*shape.split(), *COMMON.split(), *row.flags.split()]
+    words += ["--num-layers", str(depth), "--seq-length", str(length), "--max-position-embeddings", str(length)]
+    words += ["--micro-batch-size", str(micro_batch), "--global-batch-size", str(batch)]
+    for variant in variants:
+        words += shlex.split(VARIANTS[variant])
+    return [*words, *extra]

@@ -1,0 +1,99 @@
+"""The rows of the speed table are possible runs, and their limits count what the model's closed form counts."""
+
+import pytest
+
+from benchmarks.harness import jobs, roofline, rows
+from benchmarks.harness import kernel_classes as kinds
+from megatron.core.models.common.flops import gpt_flops_per_sample
+from megatron.training.arguments import parse_args
+from megatron.training.resolve import resolve
+from megatron.training.rules import check
+
+CEILINGS = roofline.load_ceilings()
+
+
+def config_of(name, **how):
+    row, _ = rows.split_name(name)
+    return resolve(parse_args([*rows.flags_of(name, **how), "--train-iters", "9"]), row.gpus, gpus=True)
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_rows_are_possible_also_when_they_are_small(name):
+    for how in ({}, {"smoke": True}):
+        assert check(config_of(name, **how)) == []
+
+
+@pytest.mark.parametrize("variant", rows.VARIANTS)
+def test_variants_are_flags_that_exist(variant):
+    config_of(f"one+{variant}")
+
+
+@pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2"])
+def test_limits_count_the_model_flops(name):
+    """Kernels do seven products of attention, of which six are the model's; all ranks of these rows do the same."""
+    cfg = config_of(name)
+    work = roofline.limits(cfg, cfg.vocab_size, CEILINGS)
+    products = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
+    attention = (work[kinds.ATTENTION_FORWARD].flops + work[kinds.ATTENTION_BACKWARD].flops) * 6 / 7
+    expected = gpt_flops_per_sample(cfg, vocab_size=cfg.vocab_size) * cfg.global_batch_size / cfg.world_size
+    assert products + attention == pytest.approx(expected, rel=1e-9)
+
+
+def test_optimizer_bytes_follow_the_formats_and_are_shared_out():
+    cfg = config_of("one")
+    assert roofline.optimizer_bytes_per_parameter(cfg) == 34
+    assert roofline.optimizer_bytes_per_parameter(config_of("one+precision-aware")) == 26
+    assert roofline.optimizer_ranks(config_of("dp4")) == 4
+
+
+def test_a_pipeline_waits_for_its_bubble_and_for_its_slowest_stage():
+    waits = {name: roofline.limits(config_of(name), 128256, CEILINGS)[kinds.COMMUNICATION].ms
+             for name in ("one", "pp4", "pp4-zero-bubble")}  # fmt: skip
+    assert waits["one"] == 0 < waits["pp4-zero-bubble"] < waits["pp4"]
+
+
+def test_attention_rates_are_those_measured_and_lie_between_them():
+    forward, backward = roofline.attention_rates(CEILINGS, 8192)
+    assert forward == 565e12
+    assert 7 / (2 / forward + 5 / backward) == pytest.approx(502e12)
+    assert 543e12 < roofline.attention_rates(CEILINGS, 6000)[0] < 565e12
+    assert roofline.attention_rates(CEILINGS, 1024)[0] == 543e12
+
+
+def test_the_gap_is_the_step_less_the_limit():
+    cfg = config_of("one")
+    measured = {kinds.GEMM_FORWARD: 900.0, kinds.NORM: 200.0, kinds.IDLE: 30.0}
+    report = roofline.report(cfg, cfg.vocab_size, CEILINGS, {"ms": measured, "step_ms": 1130.0})
+    found = {row["class"]: row["gap_ms"] for row in report.rows()}
+    assert sum(found.values()) == pytest.approx(1130.0 - report.limit_ms)
+    assert found[kinds.IDLE] == 30.0
+    assert report.rows()[0]["class"] == kinds.NORM
+    assert "step" in report.text() and report.as_dict()["step_ms"] == 1130.0
+
+
+@pytest.mark.parametrize(
+    ("losses", "wrong"),
+    [([3.0, 2.5], None), ([3.0, float("nan")], "not finite"), ([3.0, 3.0], "did not fall"), ([3.0, 1e-6], "learn")],
+)
+def test_only_runs_that_train_count(losses, wrong):
+    assert (jobs.health(losses) is None) if wrong is None else (wrong in jobs.health(losses))
+
+
+def test_a_row_is_the_median_of_its_jobs_and_an_unhealthy_one_spoils_it():
+    job = {"command": "c", "seconds_per_iteration": 1.0, "tokens_per_second_per_gpu": 1.0, "peak_memory_gb": None,
+           "spread": 0.1, "losses": [2, 1], "invalid": None, "clocks": {}, "job_seconds": 3}  # fmt: skip
+    runs = [{**job, "tflops_per_gpu": value} for value in (500.0, 520.0, 511.0)]
+    assert jobs.combine(runs)["tflops_per_gpu"] == 511.0
+    assert jobs.combine([*runs, {**runs[0], "invalid": "bad"}])["invalid"] == "bad"
+    assert jobs.combine([runs[0], {"command": "c", "error": "died"}])["error"] == "died"
+
+
+def test_warm_up_and_profiled_iterations_are_left_out():
+    timing = [
+        {"iteration": i, "seconds_per_iteration": 9.0 if i < 3 or i > 5 else 1.0, "tokens_per_second": 8.0,
+         "world_size": 2, "tflops_per_device": 1.0, "memory": {"mem-max-allocated-bytes": 5e9}}
+        for i in range(1, 8)
+    ]  # fmt: skip
+    found = jobs.steady(timing, 2, 5)
+    assert found["seconds_per_iteration"] == 1.0 and found["spread"] == 0 and found["peak_memory_gb"] == 5.0
+    assert "error" in jobs.steady(timing, 7, 7)
