@@ -9,14 +9,6 @@ in float64 and 1e-5 in float32; initial weights and copies of a weight agree to 
 import pytest
 
 from tests.test_utils.layout_table import TABLE, row
-from tests.test_utils.layouts import Matrix
-
-
-@pytest.fixture(scope="module")
-def matrix(gloo_pool):
-    matrix = Matrix(gloo_pool)
-    yield matrix
-    matrix.close()
 
 
 @pytest.mark.parametrize("name", TABLE)

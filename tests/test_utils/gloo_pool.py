@@ -1,6 +1,6 @@
-"""A warm pool of gloo ranks: processes forked from a server that has imported torch once.
+"""A warm pool of gloo ranks: processes forked from a server that has imported torch and the suite once.
 
-Importing torch costs a second or more per process; a test that needs four ranks must not pay it four times. The pool
+These imports cost seconds per process; a test that needs four ranks must not pay them four times. The pool
 starts its workers at first use, keeps them between tests, and gives each task a fresh process group of the size it asks
 for. A task that raises reports its traceback; a pool with a dead or stuck worker is torn down and built anew. (Forking
 the test process itself would break autograd in the workers once a test had used a GPU.)
@@ -17,6 +17,8 @@ from typing import Any
 
 TASK_TIMEOUT_SECONDS = 120.0
 TASKS_PER_WORKER = 40  # torch leaves a gloo context of three threads behind per program; fresh workers are cheap
+PRELOADED = ["torch", "torch._dynamo", "numpy", "megatron.training.layout_trace", "megatron.training.tasks.gpt"]
+"""What nearly every task imports, a second and a half of it: once in the server instead of in every worker."""
 
 
 class WorkerError(AssertionError):
@@ -57,7 +59,7 @@ class GlooPool:
 
     def __init__(self) -> None:
         self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Any]] = []
         self._num_tasks = 0
 

@@ -20,6 +20,7 @@ MODELS = {
     "llama-sgd": f"{LLAMA} {GROUPS} 2 --optimizer sgd --lr 0.3",
     "packed": f"{DROPOUT} --reset-position-ids --reset-attention-mask --apply-layernorm-1p",
     "window": f"{NO_DROPOUT} --position-embedding-type rope --squared-relu --window-size 8,0 --window-attn-skip-freq 2",
+    "layers4": f"{DROPOUT} --num-layers 4",
     "deep": f"{DROPOUT} --num-layers 7",
     "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
 }
@@ -97,7 +98,7 @@ CONTEXT_PARALLEL = {
     "cp4-two-levels": (
         "gpt2", f"{CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4,
     ),
-    "cp4-per-layer": ("gpt2", f"{CP4} --cp-comm-type p2p allgather a2a p2p", 4),
+    "cp4-per-layer": ("layers4", f"{CP4} --cp-comm-type p2p allgather a2a p2p", 4),
     "cp2-packed": ("packed", CP2, 2),
     "cp2-a2a-packed": ("packed", f"{CP2} --cp-comm-type a2a", 2),
     "cp2-mqa": ("mqa", CP2, 2),
@@ -190,6 +191,9 @@ TABLE = {**DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **
 
 
 def row(name):
-    """A row by name."""
-    model, *rest = TABLE[name]
-    return Layout(MODELS[model], *rest)
+    """A row by name. Two layers say as much about every layout as more do, but for pipelines."""
+    model, layout, *rest = TABLE[name]
+    flags = MODELS[model]
+    if "--num-layers" not in flags:
+        flags += f" --num-layers {4 if '--pipeline-model-parallel-size' in layout else 2}"
+    return Layout(flags, layout, *rest)

@@ -43,8 +43,8 @@ class Layout:
 
     @property
     def reference(self):
-        """The same on one rank, the whole batch in one micro-batch."""
-        return dataclasses.replace(self, layout="--micro-batch-size 8", world_size=1)
+        """The same on one rank, the whole batch in one micro-batch; all steps, of which shorter rows use the first."""
+        return dataclasses.replace(self, layout="--micro-batch-size 8", world_size=1, steps=STEPS)
 
 
 def configure(argv, world_size, precision):
@@ -99,12 +99,13 @@ def compare_with_reference(rank, world_size, row, path, fault=None):
 
 
 class Matrix:
-    """Layouts against their references."""
+    """Layouts against their references. References and verdicts are kept: tests may ask for the same again."""
 
     def __init__(self, pool):
         self.pool = pool
         self.folder = tempfile.TemporaryDirectory(prefix="layouts")
         self.paths = {}
+        self.verdicts = {}
 
     def reference_of(self, row):
         """The file of the row's reference."""
@@ -120,9 +121,12 @@ class Matrix:
         """How the row compares."""
         from megatron.training.layout_trace import TOLERANCE, judge
 
-        path = self.reference_of(row)
-        reports = self.pool.run(compare_with_reference, row.world_size, row, path, fault)
-        return judge(read_reference(path), reports, TOLERANCE[row.precision])
+        if (row, fault) not in self.verdicts:
+            path = self.reference_of(row)
+            reports = self.pool.run(compare_with_reference, row.world_size, row, path, fault)
+            reference = read_reference(path)[: row.steps + 1]  # the first is the state before training
+            self.verdicts[row, fault] = judge(reference, reports, TOLERANCE[row.precision])
+        return self.verdicts[row, fault]
 
     def close(self):
         self.folder.cleanup()
