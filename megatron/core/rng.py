@@ -173,6 +173,10 @@ class DropoutStream:
         """The multiple of 2**-16 with which values are dropped."""
         return round(rate * 65536) / 65536
 
+    def key(self, site: tuple[str | int, ...]) -> int:
+        """The 64-bit key of the masks of a site."""
+        return key(self.seed, "dropout", *site)
+
     def keep_mask(
         self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature:
         range
@@ -185,7 +189,7 @@ class DropoutStream:
         first, last = feature.start >> 3, (feature.stop + 7) >> 3
         blocks = torch.arange(first, last, device=sample.device)
         high = (sample >> 32) | (row << 16)
-        words = philox((blocks, position, sample & _MASK32, high), key(self.seed, "dropout", *site))
+        words = philox((blocks, position, sample & _MASK32, high), self.key(site))
         lanes = torch.stack((words[0] | words[1] << 32, words[2] | words[3] << 32), dim=-1).view(torch.int16)
         # lanes are uniform on [-2**15, 2**15)
         return (lanes.flatten(-2) >= round(rate * 65536) - 32768).narrow(-1, feature.start & 7, len(feature))

@@ -1,12 +1,12 @@
 """Activation functions of the feed-forward network, each with its gradient, chosen once from a configuration.
 
-    gelu         x Phi(x), by erf; the tanh approximation under ``bias_gelu_fusion`` (with biases), as Megatron-LM
-    computes it squared_relu max(x, 0)^2
-    swiglu       silu(gate) * (up + offset)
-    quick_geglu  gate sigmoid(1.702 gate) * (up + offset)
+    gelu          x Phi(x), by erf; its tanh approximation under ``bias_gelu_fusion`` with biases, as Megatron-LM has it
+    squared_relu  max(x, 0)^2
+    swiglu        silu(gate) * (up + offset)
+    quick_geglu   gate sigmoid(1.702 gate) * (up + offset)
 
 The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both
-sides.
+sides. These are the plain forms; on GPUs ``activation_kernels`` computes all but GELU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+
+_QUICK_GELU_SLOPE = 1.702
+
 
 class ActivationChoice(Protocol):
     """The fields of a configuration that select an activation."""
@@ -27,9 +32,11 @@ class ActivationChoice(Protocol):
     squared_relu: bool
     quick_geglu: bool
     bias_gelu_fusion: bool
+    bias_swiglu_fusion: bool
     add_bias_linear: bool
     activation_func_clamp_value: float | None
     glu_linear_offset: float
+    params_dtype: torch.dtype
 
 
 def is_gated(config: ActivationChoice) -> bool:
@@ -38,7 +45,22 @@ def is_gated(config: ActivationChoice) -> bool:
 
 
 def activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
-    """The function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] for gated ones."""
+    """The function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] for gated ones.
+
+    ``bias_swiglu_fusion`` lets kernels compute gated ones, ``bias_gelu_fusion`` the others.
+    """
+    plain = _plain_activation_of(config)
+    wanted = config.bias_swiglu_fusion if is_gated(config) else config.bias_gelu_fusion
+    if not (is_gated(config) or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
+        return plain
+    if config.squared_relu:
+        return ByDevice(squared_relu_triton, plain)
+    slope = 1.0 if config.swiglu else _QUICK_GELU_SLOPE
+    traits = GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
+    return ByDevice(partial(gated_triton, traits=traits), plain)
+
+
+def _plain_activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
     if is_gated(config):
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:
@@ -57,7 +79,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 def quick_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 x)."""
-    return x * torch.sigmoid(1.702 * x)
+    return x * torch.sigmoid(_QUICK_GELU_SLOPE * x)
 
 
 def gated(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.rope import apply_rotary
+from megatron.core.fusions.split_rotary import SplitRotary, choose_split_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -93,14 +94,21 @@ class SelfAttention(nn.Module):
             groups=groups,
         )
         self.rotary_interleaved = config.rotary_interleaved
+        self._rotated_heads: SplitRotary = self._normed_and_rotated
+        if isinstance(self.q_layernorm, IdentityOp) and isinstance(self.k_layernorm, IdentityOp):
+            self._rotated_heads = choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
 
-    def _query_key_value(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s, b, g * p, d], key and value [s, b, g, d]: views of the projection where p is 1 or heads are
         normed."""
-        projected, _ = self.linear_qkv(hidden_states)
-        grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         query, key, value = grouped.split((self.heads_per_group, 1, 1), dim=3)
         return self.q_layernorm(query).flatten(2, 3), self.k_layernorm(key).flatten(2, 3), value.flatten(2, 3)
+
+    def _normed_and_rotated(
+        self, grouped: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = self._heads(grouped)
+        return apply_rotary(query, cos, sin, interleaved), apply_rotary(key, cos, sin, interleaved), value
 
     def forward(
         self,
@@ -110,10 +118,12 @@ class SelfAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         dropout: DropoutCoordinates | None = None,
     ) -> Tensor:
-        query, key, value = self._query_key_value(hidden_states)
-        if rotary_pos_emb is not None:
-            query = apply_rotary(query, *rotary_pos_emb, self.rotary_interleaved)
-            key = apply_rotary(key, *rotary_pos_emb, self.rotary_interleaved)
+        projected, _ = self.linear_qkv(hidden_states)
+        grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
+        if rotary_pos_emb is None:
+            query, key, value = self._heads(grouped)
+        else:
+            query, key, value = self._rotated_heads(grouped, *rotary_pos_emb, self.rotary_interleaved)
         mixed = self._run_core(self.core_attention, query, key, value, attention_mask, packed_seq_params, dropout)
         output, _ = self.linear_proj(mixed)
         return output

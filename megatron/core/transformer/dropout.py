@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
 from megatron.core.rng import DropoutStream
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _COUNTERS_PER_PASS = 1 << 14
 
@@ -45,11 +48,15 @@ class _ScaleByMask(torch.autograd.Function):
 
 
 class Dropout(nn.Module):
-    """Inverted dropout: zero with probability ``rate``, else divided by 1 - rate. The identity when evaluating."""
+    """Inverted dropout: zero with probability ``rate``, else divided by 1 - rate. The identity when evaluating.
 
-    def __init__(self, rate: float, *site: str | int) -> None:
+    With a ``residual`` the result is added to it. ``fused`` lets a kernel do both; it draws the same mask.
+    """
+
+    def __init__(self, rate: float, *site: str | int, fused: bool = False) -> None:
         super().__init__()
         self.rate, self.site = rate, site
+        self._drop = ByDevice(self._drop_in_kernel, self._drop_plain) if fused else self._drop_plain
 
     def _scaled(self, x: Tensor, mask: Tensor) -> Tensor:
         return _ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
@@ -63,11 +70,13 @@ class Dropout(nn.Module):
             )
         return coordinates
 
-    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None) -> Tensor:
-        """``x`` [s, b, h]."""
+    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
+        """``x`` and ``residual`` [s, b, h]."""
         if not self.training:
-            return x
-        at = self._checked(coordinates)
+            return _added(x, residual)
+        return self._drop(x, self._checked(coordinates), residual)
+
+    def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
         features = range(x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
@@ -75,7 +84,15 @@ class Dropout(nn.Module):
             position = at.position_s[first : first + step, None, None]
             sample = at.sample_b[None, :, None]
             mask[first : first + step] = at.stream.keep_mask(self.rate, self.site, sample, position, 0, features)
-        return self._scaled(x, mask)
+        return _added(self._scaled(x, mask), residual)
+
+    def _drop_in_kernel(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
+        threshold = round(DropoutStream.exact_rate(self.rate) * 65536)
+        return dropout_add_triton(x, residual, Draw(at.stream.key(self.site), at.sample_b, at.position_s, threshold))
+
+
+def _added(x: Tensor, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual + x
 
 
 class AttentionDropout(Dropout):
@@ -85,7 +102,7 @@ class AttentionDropout(Dropout):
         super().__init__(rate, *site)
         self.first_head = first_head
 
-    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None) -> Tensor:
+    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
         """``x`` [b, heads, queries, keys], keys at positions 0, 1, ..."""
         if not self.training:
             return x
@@ -100,16 +117,21 @@ class AttentionDropout(Dropout):
                 mask[batch, first : first + step] = at.stream.keep_mask(
                     self.rate, self.site, at.sample_b[batch], position, rows[first : first + step], keys
                 )
-        return self._scaled(x, mask)
+        return _added(self._scaled(x, mask), residual)
 
 
 class NoDropout(nn.Module):
     """What a rate of zero builds."""
 
-    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None) -> Tensor:
-        return x
+    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
+        return _added(x, residual)
 
 
-def make_dropout(rate: float, *site: str | int) -> nn.Module:
+def make_dropout(rate: float, *site: str | int, fused: bool = False) -> nn.Module:
     """``site`` names the place in the model, layer number included."""
-    return Dropout(rate, *site) if rate else NoDropout()
+    return Dropout(rate, *site, fused=fused) if rate else NoDropout()
+
+
+def dropout_is_fused(config: TransformerConfig) -> bool:
+    """Whether a kernel computes dropout of the residual stream's branches."""
+    return kernels_serve(config.params_dtype, config.bias_dropout_fusion)

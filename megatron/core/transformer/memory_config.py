@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm")
+RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act")
 """What selective recomputation knows to drop."""
 
 
@@ -26,7 +26,7 @@ class RecomputeConfig:
 
     recompute_modules: list[str] | None = None
     """What selective recomputation drops: core_attn (attention between its projections), mlp, layernorm (the outputs of
-    a layer's two norms); default: core_attn."""
+    a layer's two norms), mlp_act (the output of the feed-forward network's activation); default: core_attn."""
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""

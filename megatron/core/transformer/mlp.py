@@ -18,6 +18,7 @@ from megatron.core.fusions.activations import activation_of, is_gated
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.recompute import forget_activation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -50,11 +51,14 @@ class MLP(nn.Module):
             submodules.linear_fc1, config.hidden_size, fc1_width, init_method=weight_init(config), **shared
         )
         self.activation = activation_of(config)
+        self._saving = forget_activation(config)
         self.linear_fc2 = build_module(
             submodules.linear_fc2, width, config.hidden_size, init_method=output_weight_init(config), **shared
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         intermediate, _ = self.linear_fc1(hidden_states)
-        output, _ = self.linear_fc2(self.activation(intermediate))
+        activated = self.activation(intermediate)
+        with self._saving(activated, self.activation, intermediate):
+            output, _ = self.linear_fc2(activated)
         return output

@@ -3,62 +3,66 @@
     LayerNorm(x) = (x - mean) / sqrt(var + eps) * w + b      (Ba et al. 2016)
     RMSNorm(x) = x / sqrt(mean(x^2) + eps) * w               (Zhang and Sennrich 2019)
 
-Statistics are computed in fp32 for 16-bit inputs (torch's kernels do). Under sequence parallelism each rank normalizes
-its own positions, so that weight gradients are partial sums over the tensor-parallel group.
+Statistics are computed in fp32 for 16-bit inputs. Under sequence parallelism each rank normalizes its own positions, so
+that weight gradients are partial sums over the tensor-parallel group.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.fusions.rms_norm import rms_norm
+from megatron.core.fusions.residual_norm import NormTraits, choose_normalize
 from megatron.core.placement import Ones, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class _Norm(nn.Module):
+class StreamNorm(nn.Module):
+    """A norm that can take the residual stream along, which saves passes over memory:
+
+    ``norm(x)`` is the normed x, ``norm(x, branch)`` the pair (x + branch, normed sum), ``norm(x, None)`` the pair
+    (x, normed x), whose backward pass adds the stream's gradient to the norm's in one go.
+    """
+
+    centred = False
+    """Whether the mean is subtracted."""
+
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, groups: ProcessGroups, partial: tuple[str, ...]
     ) -> None:
         super().__init__()
-        self.shape, self.eps = (hidden_size,), eps
-        self.offset = float(config.apply_layernorm_1p)
-        """Added to the stored weight."""
+        offset = float(config.apply_layernorm_1p)
         init = Zeros() if config.apply_layernorm_1p else Ones()
-        self.weight = parameter(self.shape, init=init, partial=partial, groups=groups, dtype=config.params_dtype)
-        self.output_dtype = config.params_dtype
+        self.weight = parameter((hidden_size,), init=init, partial=partial, groups=groups, dtype=config.params_dtype)
+        self.bias: nn.Parameter | None = None
+        self._traits = NormTraits(eps, self.centred, offset)
+        self._normalize = choose_normalize(config.params_dtype, hidden_size, not config.no_persist_layer_norm)
 
-    def _whole_weight(self) -> Tensor:
-        return self.weight + self.offset if self.offset else self.weight
+    def forward(self, x: Tensor, *branch: Tensor | None) -> Any:
+        """Normed values have the weights' dtype, also those of an fp32 residual stream over 16-bit weights."""
+        stream, normed = self._normalize(x, branch[0] if branch else None, self.weight, self.bias, self._traits)
+        return (stream, normed) if branch else normed
 
     def extra_repr(self) -> str:
-        return f"{self.shape[0]}, eps={self.eps}"
+        return f"{self.weight.shape[0]}, eps={self._traits.eps}"
 
 
-class LayerNorm(_Norm):
+class LayerNorm(StreamNorm):
+    centred = True
+
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, groups: ProcessGroups, partial: tuple[str, ...]
     ) -> None:
         super().__init__(config, hidden_size, eps, groups, partial)
-        self.bias = parameter(self.shape, init=Zeros(), partial=partial, groups=groups, dtype=config.params_dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self._whole_weight()
-        if x.dtype == weight.dtype:
-            return F.layer_norm(x, self.shape, weight, self.bias, self.eps)
-        # an fp32 residual stream over 16-bit weights
-        return F.layer_norm(x, self.shape, weight.to(x.dtype), self.bias.to(x.dtype), self.eps).to(self.output_dtype)
+        self.bias = parameter((hidden_size,), init=Zeros(), partial=partial, groups=groups, dtype=config.params_dtype)
 
 
-class RMSNorm(_Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self._whole_weight()
-        if x.dtype == weight.dtype:
-            return rms_norm(x, weight, self.eps)
-        return rms_norm(x, weight.to(x.dtype), self.eps).to(self.output_dtype)
+class RMSNorm(StreamNorm):
+    pass
 
 
 class L2Norm(nn.Module):
@@ -84,7 +88,7 @@ def make_norm(
     groups = groups or SINGLE_PROCESS
     if partial is None:
         partial = ("tp",) if config.sequence_parallel and groups.tp.size > 1 else ()
-    kinds: dict[str, type[_Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+    kinds: dict[str, type[StreamNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     return kinds[config.normalization](config, hidden_size, eps, groups, partial)
 
 

@@ -4,7 +4,7 @@ selectively: Korthikanti et al. 2022, section 5).
 full       whole layers: of groups of N layers (uniform), or of each of a stage's first N layers (block; of each chunk's
            with virtual stages), only the input is kept
 selective  core_attn: attention between the projections · mlp: the feed-forward network · layernorm: what the two norms
-           of a layer put out
+           of a layer put out · mlp_act: what the activation of the feed-forward network puts out
 
 What is computed again is bit for bit the same: dropout masks are functions of coordinates, and torch's own generators,
 which modules of users may draw from, are set back. Collectives inside run again, on all ranks alike. Gradient hooks and
@@ -106,28 +106,29 @@ class _Recipe(NamedTuple):
 
     function: Callable[[Tensor], Tensor]
     argument: Tensor
+    shape: torch.Size
+    """In which it was to be kept: linear layers may flatten their input."""
 
 
 Forget = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], AbstractContextManager]
 
 
 def forget(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
-    """Operations inside keep a recipe instead of ``output``, which is ``function(argument)``."""
+    """Operations inside keep a recipe instead of ``output`` (contiguous), which is ``function(argument)``."""
     if not torch.is_grad_enabled() or output is argument:
         return nullcontext()
-    address, shape = output.data_ptr(), output.shape
+    address, size, dtype = output.data_ptr(), output.numel(), output.dtype
 
     def pack(x: Tensor) -> Tensor | _Recipe:
-        is_it = x.data_ptr() == address and x.shape == shape and x.dtype == output_dtype
-        return _Recipe(function, argument) if is_it else x
+        is_it = x.data_ptr() == address and x.numel() == size and x.dtype == dtype and x.is_contiguous()
+        return _Recipe(function, argument, x.shape) if is_it else x
 
     def unpack(kept: Tensor | _Recipe) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         with torch.no_grad():
-            return kept.function(kept.argument)
+            return kept.function(kept.argument).view(kept.shape)
 
-    output_dtype = output.dtype
     return saved_tensors_hooks(pack, unpack)
 
 
@@ -139,3 +140,9 @@ def remember(output: Tensor, function: Callable[[Tensor], Tensor], argument: Ten
 def forget_norms(config: RecomputeConfig) -> Forget:
     """What a layer does with its norms' outputs."""
     return forget if "layernorm" in recomputed_modules(config) else remember
+
+
+def forget_activation(config: RecomputeConfig) -> Forget:
+    """What a feed-forward network does with its activation's output, unless it is recomputed as a whole."""
+    modules = recomputed_modules(config)
+    return forget if "mlp_act" in modules and "mlp" not in modules else remember

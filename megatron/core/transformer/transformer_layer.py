@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention import RotaryTables
-from megatron.core.transformer.dropout import DropoutCoordinates, make_dropout
+from megatron.core.transformer.dropout import DropoutCoordinates, NoDropout, dropout_is_fused, make_dropout
+from megatron.core.transformer.norm import StreamNorm
 from megatron.core.transformer.recompute import forget_norms, run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,12 +36,36 @@ class TransformerLayerSubmodules:
     mlp: ModuleSpec | Callable[..., Any]
 
 
-def _stream_itself(stream: Tensor, normed: Tensor) -> Tensor:
-    return stream
+class _Stream(NamedTuple):
+    """The residual stream at a norm."""
+
+    hidden: Tensor
+    """What is normalized."""
+    residual: Tensor
+    """What the next branch is added to."""
+    normed: Tensor
 
 
-def _normed_stream(stream: Tensor, normed: Tensor) -> Tensor:
-    return normed
+def _norm(norm: nn.Module, hidden: Tensor) -> _Stream:
+    """Any norm."""
+    return _Stream(hidden, hidden, norm(hidden))
+
+
+def _norm_with_stream(norm: nn.Module, hidden: Tensor) -> _Stream:
+    """A norm whose backward pass also adds up the stream's gradient."""
+    residual, normed = norm(hidden, None)
+    return _Stream(hidden, residual, normed)
+
+
+def _norm_as_residual(norm: nn.Module, hidden: Tensor) -> _Stream:
+    normed = norm(hidden)
+    return _Stream(hidden, normed, normed)
+
+
+def _enter_of(config: TransformerConfig, norm: nn.Module) -> Callable[[nn.Module, Tensor], _Stream]:
+    if config.apply_residual_connection_post_layernorm:
+        return _norm_as_residual
+    return _norm_with_stream if isinstance(norm, StreamNorm) else _norm
 
 
 class TransformerLayer(nn.Module):
@@ -62,14 +87,27 @@ class TransformerLayer(nn.Module):
         self.self_attention = build_module(
             submodules.self_attention, config, layer_number=layer_number, groups=groups
         )
-        self.attention_dropout = make_dropout(config.hidden_dropout, "layer", layer_number, "attention output")
+        fused = dropout_is_fused(config)
+        self.attention_dropout = make_dropout(
+            config.hidden_dropout, "layer", layer_number, "attention output", fused=fused
+        )
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, *norm_arguments, groups=groups)
         self.mlp = build_module(submodules.mlp, config, groups=groups)
-        self.mlp_dropout = make_dropout(config.hidden_dropout, "layer", layer_number, "mlp output")
+        self.mlp_dropout = make_dropout(config.hidden_dropout, "layer", layer_number, "mlp output", fused=fused)
         self._run_mlp, self._saving = run_of(config, "mlp"), forget_norms(config)
-        self._residual = _stream_itself
-        if config.apply_residual_connection_post_layernorm:
-            self._residual = _normed_stream
+        self._enter = _enter_of(config, self.input_layernorm)
+        self._enter_mlp = _enter_of(config, self.pre_mlp_layernorm)
+        self._join = self._drop_add_and_norm
+        if isinstance(self.attention_dropout, NoDropout) and self._enter_mlp is _norm_with_stream:
+            self._join = self._add_and_norm
+
+    def _drop_add_and_norm(self, residual: Tensor, branch: Tensor, dropout: DropoutCoordinates | None) -> _Stream:
+        return self._enter_mlp(self.pre_mlp_layernorm, self.attention_dropout(branch, dropout, residual))
+
+    def _add_and_norm(self, residual: Tensor, branch: Tensor, dropout: DropoutCoordinates | None) -> _Stream:
+        """In one pass."""
+        hidden, normed = self.pre_mlp_layernorm(residual, branch)
+        return _Stream(hidden, hidden, normed)
 
     def forward(
         self,
@@ -79,11 +117,10 @@ class TransformerLayer(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         dropout: DropoutCoordinates | None = None,
     ) -> Tensor:
-        normed = self.input_layernorm(hidden_states)
-        with self._saving(normed, self.input_layernorm, hidden_states):
-            branch = self.self_attention(normed, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
-        hidden_states = self._residual(hidden_states, normed) + self.attention_dropout(branch, dropout)
-        normed = self.pre_mlp_layernorm(hidden_states)
-        with self._saving(normed, self.pre_mlp_layernorm, hidden_states):
-            branch = self._run_mlp(self.mlp, normed)
-        return self._residual(hidden_states, normed) + self.mlp_dropout(branch, dropout)
+        stream = self._enter(self.input_layernorm, hidden_states)
+        with self._saving(stream.normed, self.input_layernorm, stream.hidden):
+            branch = self.self_attention(stream.normed, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        stream = self._join(stream.residual, branch, dropout)
+        with self._saving(stream.normed, self.pre_mlp_layernorm, stream.hidden):
+            branch = self._run_mlp(self.mlp, stream.normed)
+        return self.mlp_dropout(branch, dropout, stream.residual)

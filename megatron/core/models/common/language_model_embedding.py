@@ -12,7 +12,7 @@ from megatron.core.placement import parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
-from megatron.core.transformer.dropout import DropoutCoordinates, make_dropout
+from megatron.core.transformer.dropout import DropoutCoordinates, dropout_is_fused, make_dropout
 from megatron.core.transformer.initial_values import embedding_init
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -54,7 +54,7 @@ class LanguageModelEmbedding(nn.Module):
             divisible_by=divisible_by, groups=groups,
         )  # fmt: skip
         self.position_embeddings = PositionEmbedding(config, max_sequence_length, groups) if learned_positions else None
-        self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding")
+        self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
         self.sequence_parallel = config.sequence_parallel and groups.tp.size > 1
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None) -> Tensor:

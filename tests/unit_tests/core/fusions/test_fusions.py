@@ -58,8 +58,9 @@ def test_rotary_equals_its_reference(interleaved, width):
 
 def choice(**overrides):
     base = dict.fromkeys(("swiglu", "squared_relu", "quick_geglu"), False)
-    base |= dict.fromkeys(("bias_gelu_fusion", "add_bias_linear"), True)
-    return SimpleNamespace(**{**base, "activation_func_clamp_value": None, "glu_linear_offset": 0.0, **overrides})
+    base |= dict.fromkeys(("bias_gelu_fusion", "bias_swiglu_fusion", "add_bias_linear"), True)
+    base |= {"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "params_dtype": DOUBLE}
+    return SimpleNamespace(**{**base, **overrides})
 
 
 def test_gelu_is_approximate_exactly_where_bias_and_gelu_are_fused():

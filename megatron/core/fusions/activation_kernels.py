@@ -1,0 +1,151 @@
+"""Triton kernels of the activations that torch has no one-pass kernel for: the gated ones, and squared ReLU.
+
+    gated         y = a(min(gate, c)) (clip(up, -c, c) + o)   of packed [..., 2 f], gate before up, never cut apart
+                  dgate = dy (up + o) a'(gate),  dup = dy a(gate),  zero where the clamp acted
+    squared_relu  y = max(x, 0)^2,  dx = 2 dy max(x, 0)
+
+with a silu, x sigmoid(x), or quick_gelu, x sigmoid(1.702 x). Only the input is kept for backward. fp32 inside, one
+rounding of the result. GELU is not here: torch's own kernels are one pass in either direction, and its bias is part of
+the matrix product before it.
+
+Legend: t tokens (all leading dims), f feed-forward width of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_BLOCK, _NUM_WARPS = 2048, 4
+"""Elements of a program: 4 KiB of 16-bit values of each tensor, two 16-byte vectors per thread."""
+
+
+class GateTraits(NamedTuple):
+    """A gated activation."""
+
+    slope: float
+    """Of the sigmoid: 1 for silu, 1.702 for quick_gelu."""
+    clamp: float | None = None
+    offset: float = 0.0
+
+
+if triton is not None:
+
+    @triton.jit
+    def _gated_forward(
+        packed, out, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """BLOCK columns of one row."""
+        row = (tl.program_id(0) // tiles).to(tl.int64)
+        column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        gate = tl.load(packed + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(packed + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
+        if CLAMPS:
+            gate = tl.minimum(gate, clamp)
+            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+        result = gate * tl.sigmoid(slope * gate) * (up + offset)
+        tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _gated_backward(
+        grad, packed, grad_packed, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """BLOCK columns of one row, of both halves."""
+        row = (tl.program_id(0) // tiles).to(tl.int64)
+        column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        gate_at = row * 2 * width + column
+        gate = tl.load(packed + gate_at, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(packed + gate_at + width, mask=inside, other=0.0).to(tl.float32)
+        upstream = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        if CLAMPS:
+            gate_moves = gate <= clamp
+            up_moves = (up >= -clamp) & (up <= clamp)
+            gate = tl.minimum(gate, clamp)
+            up = tl.minimum(tl.maximum(up, -clamp), clamp)
+        sigmoid = tl.sigmoid(slope * gate)
+        grad_up = upstream * gate * sigmoid
+        grad_gate = upstream * (up + offset) * sigmoid * (1.0 + slope * gate * (1.0 - sigmoid))
+        if CLAMPS:
+            grad_gate = tl.where(gate_moves, grad_gate, 0.0)
+            grad_up = tl.where(up_moves, grad_up, 0.0)
+        tl.store(grad_packed + gate_at, grad_gate.to(grad_packed.dtype.element_ty), mask=inside)
+        tl.store(grad_packed + gate_at + width, grad_up.to(grad_packed.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _squared_relu_forward(x, out, size, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.maximum(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32), 0.0)
+        tl.store(out + at, (value * value).to(out.dtype.element_ty), mask=at < size)
+
+    @triton.jit
+    def _squared_relu_backward(grad, x, grad_x, size, BLOCK: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.maximum(tl.load(x + at, mask=at < size, other=0.0).to(tl.float32), 0.0)
+        upstream = tl.load(grad + at, mask=at < size, other=0.0).to(tl.float32)
+        tl.store(grad_x + at, (2.0 * upstream * value).to(grad_x.dtype.element_ty), mask=at < size)
+
+
+def _gated_launch(kernel: Any, tensors: tuple[Tensor, ...], packed: Tensor, traits: GateTraits) -> None:
+    width = packed.shape[-1] // 2
+    tiles = triton.cdiv(width, _BLOCK)
+    kernel[(packed.numel() // (2 * width) * tiles,)](
+        *tensors, width, tiles, traits.slope, traits.clamp or 0.0, traits.offset, CLAMPS=traits.clamp is not None,
+        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+    )  # fmt: skip
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, traits: GateTraits) -> Tensor:
+        packed = x.contiguous()
+        ctx.save_for_backward(packed)
+        ctx.traits = traits
+        out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
+        _gated_launch(_gated_forward, (packed, out), packed, traits)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        grad_packed = torch.empty_like(packed)
+        _gated_launch(_gated_backward, (grad.contiguous(), packed, grad_packed), packed, ctx.traits)
+        return grad_packed, None
+
+
+class _SquaredReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        kept = x.contiguous()
+        ctx.save_for_backward(kept)
+        out = torch.empty_like(kept)
+        grid = (triton.cdiv(kept.numel(), _BLOCK),)
+        _squared_relu_forward[grid](kept, out, kept.numel(), BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        grad_x = torch.empty_like(x)
+        grid = (triton.cdiv(x.numel(), _BLOCK),)
+        _squared_relu_backward[grid](grad.contiguous(), x, grad_x, x.numel(), BLOCK=_BLOCK, num_warps=_NUM_WARPS)
+        return grad_x
+
+
+def gated_triton(x: Tensor, traits: GateTraits) -> Tensor:
+    """[..., 2 f] -> [..., f]: two reads and one write; backward three reads and two writes."""
+    return _Gated.apply(x, traits)
+
+
+def squared_relu_triton(x: Tensor) -> Tensor:
+    """[...] -> [...]."""
+    return _SquaredReLU.apply(x)

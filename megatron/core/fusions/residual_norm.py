@@ -1,0 +1,213 @@
+"""RMSNorm and LayerNorm together with the residual stream around them, one pass over memory in either direction.
+
+    s = x [+ branch]        the residual stream, rounded to the dtype of x
+    y = (s - m) r (w + o) [+ b],  r = 1 / sqrt(mean((s - m)^2) + eps),  m = mean(s) for LayerNorm, 0 for RMSNorm
+    ds = ds' + r (g - mean(g) - n mean(g n)),  g = dy (w + o),  n = (s - m) r   (mean(g) for LayerNorm only)
+    dx = dbranch = ds,  dw = sum_t dy n,  db = sum_t dy
+
+``ds'`` is the gradient that reaches s along the stream: adding it here saves the pass that autograd would spend on the
+sum. o is 1 for weights that are stored minus one. Of the forward pass s and r (and m) are kept, in fp32 and per row.
+Weight gradients are sums in two stages, rows of one program and then programs, in a fixed order: same bits every run.
+
+Legend: t rows (all leading dims), h normalized dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_multiprocessors
+from megatron.core.fusions.rms_norm import rms_norm
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+WIDEST = 16384
+"""A program holds a whole row in registers."""
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""In the backward pass: each has its own partial sums of weight gradients in memory."""
+
+
+class NormTraits(NamedTuple):
+    """What a norm is, besides its weights."""
+
+    eps: float
+    centred: bool
+    """LayerNorm rather than RMSNorm."""
+    offset: float
+    """Added to the stored weight."""
+
+
+class Normalize(Protocol):
+    def __call__(
+        self, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits, /
+    ) -> tuple[Tensor, Tensor]:
+        """(s, y) of ``x`` [..., h], a branch of its shape or None, ``weight`` and ``bias`` [h]. s is ``x`` where there
+        is no branch, y has the dtype of the weights."""
+
+
+def normalize_plain(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
+) -> tuple[Tensor, Tensor]:
+    """Torch operations; statistics in fp32 for 16-bit inputs, in the dtype of ``x`` otherwise."""
+    stream = x if branch is None else x + branch
+    whole = weight + traits.offset if traits.offset else weight
+    whole = whole.to(stream.dtype)  # an fp32 residual stream over 16-bit weights
+    if traits.centred:
+        normed = F.layer_norm(stream, whole.shape, whole, None if bias is None else bias.to(stream.dtype), traits.eps)
+    else:
+        normed = rms_norm(stream, whole, traits.eps)
+    return stream, normed.to(weight.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _forward_kernel(
+        x, branch, weight, bias, stream, out, means, rstds, rows, width, eps, offset,
+        ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """ROWS rows."""
+        row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        column = tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        at = row[:, None] * width + column[None, :]
+        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        if ADDS:
+            value += tl.load(branch + at, mask=inside, other=0.0).to(tl.float32)
+            rounded = value.to(stream.dtype.element_ty)  # what is normalized is what is kept
+            tl.store(stream + at, rounded, mask=inside)
+            value = rounded.to(tl.float32)
+        if CENTRED:
+            mean = tl.sum(value, axis=1) / width
+            tl.store(means + row, mean, mask=row < rows)
+            value = tl.where(inside, value - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(value * value, axis=1) / width + eps)
+        tl.store(rstds + row, rstd, mask=row < rows)
+        scale = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
+        normed = value * rstd[:, None] * scale[None, :]
+        if BIASED:
+            normed += tl.load(bias + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
+
+    @triton.jit
+    def _backward_kernel(
+        grad, skip, stream, weight, means, rstds, grad_x, weight_sums, bias_sums, rows, width, offset,
+        SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """STEPS times ROWS rows, and their share of the weights' gradients."""
+        program = tl.program_id(0).to(tl.int64)
+        column = tl.arange(0, BLOCK)
+        within = column < width
+        scale = tl.load(weight + column, mask=within, other=0.0).to(tl.float32) + offset
+        weight_sum = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        bias_sum = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for step in range(STEPS):
+            row = (program * STEPS + step) * ROWS + tl.arange(0, ROWS)
+            inside = (row < rows)[:, None] & within[None, :]
+            at = row[:, None] * width + column[None, :]
+            upstream = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+            normed = tl.load(stream + at, mask=inside, other=0.0).to(tl.float32)
+            rstd = tl.load(rstds + row, mask=row < rows, other=0.0)
+            if SKIPS:  # before the sums, so that memory does not wait for them
+                carried = tl.load(skip + at, mask=inside, other=0.0).to(tl.float32)
+            if CENTRED:
+                normed -= tl.load(means + row, mask=row < rows, other=0.0)[:, None]
+            normed *= rstd[:, None]
+            scaled = upstream * scale[None, :]  # zero beyond the width, where normed may not be
+            result = scaled - normed * (tl.sum(scaled * normed, axis=1) / width)[:, None]
+            if CENTRED:
+                result -= (tl.sum(scaled, axis=1) / width)[:, None]
+            result *= rstd[:, None]
+            if SKIPS:
+                result += carried
+            tl.store(grad_x + at, result.to(grad_x.dtype.element_ty), mask=inside)
+            weight_sum += upstream * normed
+            if BIASED:
+                bias_sum += upstream
+        tl.store(weight_sums + program * width + column, tl.sum(weight_sum, axis=0), mask=within)
+        if BIASED:
+            tl.store(bias_sums + program * width + column, tl.sum(bias_sum, axis=0), mask=within)
+
+
+def _tile(width: int) -> dict[str, int]:
+    """Narrow rows share a program of 1024 elements; a thread holds 8 to 32 elements."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 1024 // block)
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
+
+
+def _in_dtype(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if grad is None or dtype is None else grad.to(dtype)
+
+
+class _Normalize(torch.autograd.Function):
+    """Returns ``x`` itself as the stream where nothing is added."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
+    ) -> tuple[Tensor, Tensor]:
+        width = x.shape[-1]
+        rows = x.numel() // width
+        kept = x.contiguous()
+        stream = kept if branch is None else torch.empty_like(kept)
+        out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
+        rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
+        means = torch.empty_like(rstds) if traits.centred else rstds
+        tile = _tile(width)
+        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+            kept, kept if branch is None else branch.contiguous(), weight, weight if bias is None else bias, stream,
+            out, means, rstds, rows, width, traits.eps, traits.offset,
+            ADDS=branch is not None, CENTRED=traits.centred, BIASED=bias is not None, **tile,
+        )  # fmt: skip
+        ctx.save_for_backward(stream, weight, means, rstds)
+        ctx.traits, ctx.branch_dtype = traits, None if branch is None else branch.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.set_materialize_grads(False)  # a norm whose stream goes nowhere adds nothing
+        return x if branch is None else stream, out
+
+    @staticmethod
+    def backward(ctx: Any, skip: Tensor | None, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        stream, weight, means, rstds = ctx.saved_tensors
+        if grad is None:
+            return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None
+        width, biased = stream.shape[-1], ctx.bias_dtype is not None
+        rows = stream.numel() // width
+        tile = _tile(width)
+        most = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(stream.device)
+        steps = triton.cdiv(rows, most * tile["ROWS"])
+        programs = triton.cdiv(rows, steps * tile["ROWS"])
+        grad_x = torch.empty_like(stream)
+        weight_sums = torch.empty(programs, width, dtype=torch.float32, device=stream.device)
+        bias_sums = torch.empty_like(weight_sums) if biased else weight_sums
+        grad = grad.contiguous()
+        _backward_kernel[(programs,)](
+            grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, weight_sums,
+            bias_sums, rows, width, ctx.traits.offset,
+            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, **tile,
+        )  # fmt: skip
+        grad_bias = bias_sums.sum(0).to(ctx.bias_dtype) if biased else None
+        return grad_x, _in_dtype(grad_x, ctx.branch_dtype), weight_sums.sum(0).to(weight.dtype), grad_bias, None
+
+
+def normalize_triton(
+    x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, traits: NormTraits
+) -> tuple[Tensor, Tensor]:
+    """One kernel forward; one and the sum of its partial sums backward."""
+    return _Normalize.apply(x, branch, weight, bias, traits)
+
+
+def choose_normalize(dtype: torch.dtype, width: int, wanted: bool = True) -> Normalize:
+    """For weights of ``dtype`` and rows of ``width``; not ``wanted`` asks for plain torch."""
+    if kernels_serve(dtype, wanted) and width <= WIDEST:
+        return ByDevice(normalize_triton, normalize_plain)
+    return normalize_plain
