@@ -68,10 +68,9 @@ def command_of(name: str, folder: Path, settings: Settings, *, traced: bool) -> 
 
 def shown(command: Sequence[str], folder: Path) -> str:
     """The command as a user would type it."""
-    text = shlex.join(command).replace(str(folder), "OUTPUT").replace(str(ROOT) + "/", "")
-    return text.replace(shlex.quote(sys.executable) + " -m torch.distributed.run", "torchrun").replace(
-        shlex.quote(sys.executable), "python"
-    )
+    text = shlex.join(command).replace(shlex.quote(sys.executable) + " -m torch.distributed.run", "torchrun")
+    text = text.replace(shlex.quote(sys.executable), "python")
+    return text.replace(str(folder), "OUTPUT").replace(str(ROOT) + "/", "")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

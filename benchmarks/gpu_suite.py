@@ -1,0 +1,212 @@
+"""Everything that needs a GPU, in order of importance, within a budget of time: one command, results written at once.
+
+    python benchmarks/gpu_suite.py --budget 570                   # what fits into 570 s, most important first
+    python benchmarks/gpu_suite.py --only tests row:one row:one+te --budget 570
+    python benchmarks/gpu_suite.py --skip tests --budget 570      # with the same folder: what is done is not done again
+    python benchmarks/gpu_suite.py --min-gpus 4 --budget 570      # on four GPUs: only what needs them
+    python benchmarks/gpu_suite.py --list
+    python benchmarks/gpu_suite.py --take FOLDER                  # later: results into benchmarks/results/, tables anew
+
+Results go to the folder $OUT, or --out: one JSON file per kind and suite.json, which says of every item how long it
+took, how it ended and what it printed last. An item is started only if its estimate still fits; one that runs longer is
+stopped at its own limit or at the end of the budget. An item that ended well is skipped the next time unless --again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness.rows import ROWS, VARIANTS, split_name
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT_TAIL = 6000
+KEPT_MARGIN = 5.0
+"""Seconds of the budget that remain for writing."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something to run. ``{out}`` in its words is the folder of results."""
+
+    words: tuple[str, ...]
+    seconds: int
+    """Estimate on H200s."""
+    gpus: int = 1
+    limit: int = 0
+    """Seconds after which it is stopped; default: twice the estimate and a minute."""
+
+    @property
+    def timeout(self) -> float:
+        return self.limit or 2 * self.seconds + 60
+
+
+def row_item(name: str, repeats: int) -> Item:
+    """``row:NAME``: a line of the speed table."""
+    row, _ = split_name(name)
+    words = ("benchmarks/bench_training.py", name, "--repeats", str(repeats), "--output", "{out}/training.json")
+    return Item((*words, "--timeout", str(2 * row.seconds + 60)), row.seconds * repeats, row.gpus)
+
+
+def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
+    """A benchmark that takes ``--output``."""
+    return Item((f"benchmarks/bench_{name}.py", *flags, "--output", f"{{out}}/{name}.json"), seconds, gpus)
+
+
+ROW_ORDER = (
+    "one", "one-s4096", "gpt-345m", "one+te", "one+no-fusions", "one+precision-aware", "one+recompute-norms",
+    "one+ce-fusion", "one+cudnn", "one+deterministic", "dp4", "tp4-sp-overlap", "pp4-zero-bubble", "cp4-s32768",
+    "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp", "dp4-no-overlap", "dp2-tp2", "dp2-pp2", "tp2-pp2",
+)  # fmt: skip
+
+
+def items(repeats: int) -> dict[str, Item]:
+    """By name, the most important first."""
+    tests = ("-m", "pytest", "-m", "gpu", "-q", "-x", "--maxfail=20", "-p", "no:cacheprovider", "tests")
+    return {
+        "tests": Item(tests, 120, limit=300),
+        "ceilings": bench_item("ceilings", 45),
+        "row:one": row_item("one", repeats),
+        "fusions": bench_item("fusions", 60),
+        "cross_entropy": bench_item("cross_entropy", 45),
+        "optimizer": bench_item("optimizer", 45),
+        "loss_curves": Item(("benchmarks/loss_curves.py", "--output", "{out}/loss_curves.json"), 110),
+        **{f"row:{name}": row_item(name, repeats) for name in ROW_ORDER},
+        "context_parallel": bench_item("context_parallel", 60, gpus=4),
+    }
+
+
+def chosen(names: Sequence[str], repeats: int) -> dict[str, Item]:
+    """The items of ``names`` in that order; also rows and variants that are in no list. ``ValueError`` for others."""
+    known = items(repeats)
+    found = {}
+    for name in names:
+        if name not in known and not name.startswith("row:"):
+            raise ValueError(f"no item {name!r}; there are {', '.join(known)} and row:ROW+VARIANT")
+        found[name] = known.get(name) or row_item(name.removeprefix("row:"), repeats)
+    return found
+
+
+def run(item: Item, out: Path, limit: float) -> dict[str, Any]:
+    """One item: how it ended, and the end of what it printed."""
+    words = [sys.executable, *(word.replace("{out}", str(out)) for word in item.words)]
+    started = time.perf_counter()
+    log = out / "running.log"
+    with log.open("w", encoding="utf-8") as file:
+        job = subprocess.Popen(
+            words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        try:
+            code: int | None = job.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)  # its ranks too
+            job.wait()
+            code = None
+    text = log.read_text(encoding="utf-8", errors="replace")
+    log.unlink()
+    ended = "stopped at its limit" if code is None else "ok" if code == 0 else f"exit code {code}"
+    return {"ended": ended, "seconds": round(time.perf_counter() - started, 1), "output": text[-OUTPUT_TAIL:]}
+
+
+def device_count() -> int:
+    """GPUs of this machine, without a CUDA context in this process."""
+    try:
+        text = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return 0
+    return sum(line.startswith("GPU ") for line in text.splitlines())
+
+
+def suite(plan: dict[str, Item], out: Path, budget: float, devices: int, again: bool = False) -> dict[str, Any]:
+    """Runs what fits; suite.json is up to date after every item."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "suite.json"
+    done: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    end = time.monotonic() + budget - KEPT_MARGIN
+    for name, item in plan.items():
+        left = end - time.monotonic()
+        if done.get(name, {}).get("ended") == "ok" and not again:
+            print(f"{name}: done before", flush=True)
+            continue
+        if item.gpus > devices:
+            ended = f"not run: needs {item.gpus} GPUs, there are {devices}"
+        elif item.seconds > left:
+            ended = f"not run: about {item.seconds} s, {left:.0f} s are left"
+        elif not item.words[0].startswith("-") and not (ROOT / item.words[0]).exists():
+            ended = f"not run: there is no {item.words[0]}"
+        else:
+            done[name] = run(item, out, min(item.timeout, left))
+            ended = done[name]["ended"]
+            print(f"== {name}: {ended}, {done[name]['seconds']} s\n{done[name]['output'][-2500:]}", flush=True)
+        done.setdefault(name, {"seconds": 0.0, "output": ""})["ended"] = ended
+        path.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    return done
+
+
+def take(folder: Path) -> list[str]:
+    """Puts the results of a folder into benchmarks/results/: rows are merged, other files replaced."""
+    from benchmarks.bench_training import merge
+
+    results, taken = ROOT / "benchmarks" / "results", []
+    for path in sorted(folder.glob("*.json")):
+        if path.name == "training.json":
+            for name, result in json.loads(path.read_text(encoding="utf-8"))["rows"].items():
+                merge(results / path.name, name, result)
+                taken.append(f"row {name}")
+        elif path.name == "ceilings.json":
+            shutil.copy(path, ROOT / "benchmarks" / "harness" / path.name)
+            taken.append(path.name)
+        elif path.name != "suite.json":
+            shutil.copy(path, results / path.name)
+            taken.append(path.name)
+    return taken
+
+
+def summary(done: dict[str, Any], names: Sequence[str]) -> str:
+    """One line per item."""
+    own = {name: done[name] for name in names if name in done}
+    return "\n".join(f"{name:<28}{each['seconds']:8.1f} s  {each['ended']}" for name, each in own.items())
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=570, help="seconds for all of it")
+    parser.add_argument("--only", nargs="+", metavar="ITEM", help="these, in this order")
+    parser.add_argument("--skip", nargs="+", metavar="ITEM", default=[])
+    parser.add_argument("--min-gpus", type=int, default=1, help="only what needs at least so many")
+    parser.add_argument("--repeats", type=int, default=2, help="fresh jobs per row")
+    parser.add_argument("--again", action="store_true", help="also what ended well before")
+    parser.add_argument("--list", action="store_true", help="items with their estimates")
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")))
+    parser.add_argument("--take", type=Path, metavar="FOLDER", help="put results into benchmarks/results/")
+    args = parser.parse_args()
+    if args.take:
+        print("\n".join(take(args.take)))
+        return subprocess.call([sys.executable, str(ROOT / "benchmarks" / "tables.py")])
+    plan = chosen(args.only, args.repeats) if args.only else items(args.repeats)
+    plan = {name: item for name, item in plan.items() if name not in args.skip and item.gpus >= args.min_gpus}
+    if args.list:
+        print("\n".join(f"{name:<28}{item.gpus} GPUs {item.seconds:5d} s" for name, item in plan.items()))
+        print(f"rows take +variants: {', '.join(VARIANTS)}; rows: {', '.join(ROWS)}")
+        return 0
+    done = suite(plan, args.out, args.budget, device_count(), args.again)
+    print(summary(done, list(plan)))
+    return int(not all(done[name]["ended"].startswith(("ok", "not run")) for name in plan))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Writes the tables of docs/performance.md from benchmarks/results/*.json: ``python benchmarks/tables.py [--check]``.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is written by hand.
+Only what was measured appears, with its command, device and versions. ``--check`` compares and exits with 1 where the
+page is out of date.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.harness import roofline  # noqa: E402
+from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
+from benchmarks.harness.rows import ROWS, Row, flags_of, split_name  # noqa: E402
+from megatron.core.models.common.flops import gpt_flops_per_sample  # noqa: E402
+from megatron.training.arguments import parse_args  # noqa: E402
+from megatron.training.resolve import resolve  # noqa: E402
+
+PAGE = ROOT / "docs" / "performance.md"
+RESULTS = ROOT / "benchmarks" / "results"
+TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+NOTHING = "Not measured yet.\n"
+VERSIONS = ("torch", "cuda", "cudnn", "triton", "nccl", "transformer_engine", "python", "commit")
+
+
+def stored(name: str) -> dict[str, Any]:
+    """A file of results; empty where there is none."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Markdown, numbers to the right."""
+    body = [[shown(value) for value in row] for row in rows]
+    if not body:
+        return NOTHING
+    rule = ["---"] + ["---:"] * (len(header) - 1)
+    return "".join("| " + " | ".join(line) + " |\n" for line in (header, rule, *body))
+
+
+def shown(value: object) -> str:
+    """A cell."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def versions(record: dict[str, Any]) -> str:
+    """Device and versions in one line."""
+    return ", ".join([record.get("device", "?"), *(f"{name} {record[name]}" for name in VERSIONS if record.get(name))])
+
+
+def what(row: Row) -> str:
+    gpus = "1 GPU" if row.gpus == 1 else f"{row.gpus} GPUs"
+    return f"{gpus}, {row.layers} layers, s {row.length}, batch {row.batch}"
+
+
+def training() -> str:
+    """The speed table: valid rows only, the others below it with the reason."""
+    rows, spoiled, records = [], [], {}
+    for name, result in stored("training").get("rows", {}).items():
+        row, _ = split_name(name) if " " not in name else (ROWS[name.split("+")[0]], [])
+        reason = result.get("error") or result.get("invalid")
+        if reason or result.get("tflops_per_gpu") is None:
+            spoiled.append(f"* `{name}`: {shown(reason).strip()[-200:]}")
+            continue
+        record = json.dumps({**result["environment"], "date": None, "uncommitted_changes": None}, sort_keys=True)
+        number = records.setdefault(record, len(records) + 1)
+        found = result.get("profile") or {}
+        rows.append((
+            f"`{name}`", what(row), f"{result['tflops_per_gpu']:.1f}", result["tokens_per_second_per_gpu"],
+            result["seconds_per_iteration"], result["peak_memory_gb"], found.get("exposed_communication_ms"),
+            found.get("idle_ms"), result["repeats"], f"[{number}]",
+        ))  # fmt: skip
+    header = ("row", "run", "TFLOP/s per GPU", "tokens/s per GPU", "s per step", "peak GB", "exposed ms", "idle ms",
+              "jobs", "where")  # fmt: skip
+    notes = []
+    for text, number in records.items():
+        record = json.loads(text)
+        notes.append(f"[{number}] {versions(record)}" + (f"; {record['note']}" if record.get("note") else ""))
+    return "\n".join([table(header, rows), *notes, *(["", "Not valid:", *spoiled] if spoiled else []), ""])
+
+
+def profiles() -> str:
+    """Where the gap to the limits is, of every row that was profiled by class."""
+    parts = []
+    for name, result in stored("training").get("rows", {}).items():
+        report = result.get("roofline")
+        if not report or result.get("invalid") or "error" in result:
+            continue
+        found = result["profile"]
+        rows = [
+            (row["class"], row["limit_ms"], row["measured_ms"], row["gap_ms"], row["tflops"], row["tb_per_second"])
+            for row in report["rows"] if row["measured_ms"] >= 0.0005 * (report["step_ms"] or 0) or row["limit_ms"]
+        ]  # fmt: skip
+        waits = sum(each["count"] for each in found["synchronizations"])
+        parts.append(
+            f"`{name}`, one step of rank 0: limit {report['limit_ms']:.0f} ms, {report['step_ms']:.0f} ms under the "
+            f"profiler; {found['launches']} launches, {waits} waits of the host, {found['device_to_host_copies']} "
+            "copies to it.\n\n" + table(("class", "limit ms", "measured ms", "gap ms", "TFLOP/s", "TB/s"), rows)
+        )
+    return "\n".join(parts) or NOTHING
+
+
+def limits() -> str:
+    """What the parts of every row allow, computed from the ceilings: nothing here is a measurement of a run."""
+    ceilings, rows = roofline.load_ceilings(), []
+    for name, row in ROWS.items():
+        cfg = resolve(parse_args([*flags_of(name), "--train-iters", "1"]), row.gpus, gpus=True)
+        work = roofline.limits(cfg, cfg.vocab_size, ceilings)
+        total = sum(each.ms for each in work.values())
+        flops = gpt_flops_per_sample(cfg, vocab_size=cfg.vocab_size) * row.batch / row.gpus
+        share = {
+            part: sum(each.ms for kind, each in work.items() if kind.startswith(part))
+            for part in ("GEMM", "attention", COMMUNICATION)
+        }
+        rest = total - sum(share.values())
+        hidden = sum(roofline.communication_ms(cfg, cfg.vocab_size, ceilings).values())
+        rows.append((f"`{name}`", round(flops / total / 1e9), round(total), *map(round, share.values()), round(rest),
+                     round(hidden)))  # fmt: skip
+    header = ("row", "TFLOP/s per GPU at most", "ms per step at least", "GEMM", "attention", "bubble", "the rest",
+              "collectives to hide")  # fmt: skip
+    return table(header, rows) + f"\nCeilings: {ceilings['source']}.\n"
+
+
+def loss_curves() -> str:
+    """Comparisons of loss curves."""
+    content = stored("loss_curves")
+    rows = []
+    for row in content.get("comparisons", []):
+        values = row.get("deviations")
+        cells = [f"{values[name]:.3%} of {row['band'][name]:.1%}" for name in values] if values else ["every bit"] * 3
+        verdict = "same" if row["passed"] else "**differs**"
+        rows.append((f"`{row['other']}` against `{row['reference']}`", *cells, verdict))
+    drawn = {name: curve for name, curve in content.get("curves", {}).items() if "losses" in curve}
+    notes = [
+        f"`{name}`: {curve['losses'][0]:.4f} to {curve['losses'][-1]:.4f}; {versions(curve['environment'])}"
+        for name, curve in drawn.items()
+    ]
+    header = ("curves", "first ten steps", "any ten steps", "last twenty", "verdict")
+    return table(header, rows) + "".join(f"\n* {note}" for note in notes) + ("\n" if notes else "")
+
+
+def context_parallel() -> str:
+    """Forms of context parallelism, one layer's attention."""
+    content = stored("context_parallel")
+    rows = [
+        (f"`{name}`", row["ms"], row["tflops_per_gpu"], row["exposed_ms"], row["peak_gib"])
+        for name, row in content.get("rows", {}).items()
+    ]
+    header = ("form", "ms", "TFLOP/s per GPU", "exposed ms", "peak GiB")
+    if not rows:
+        return NOTHING
+    settings = ", ".join(f"{name} {value}" for name, value in content["settings"].items())
+    return table(header, rows) + f"\n{content['machine']['gpu']}, torch {content['machine']['torch']}, {settings}\n"
+
+
+def plain(name: str) -> Callable[[], str]:
+    """The table of a benchmark whose file has ``rows``: a list of flat records, or records by name."""
+
+    def render() -> str:
+        content = stored(name)
+        found = content.get("rows") or []
+        records = [{"name": key, **row} for key, row in found.items()] if isinstance(found, dict) else found
+        columns = list(dict.fromkeys(key for record in records for key in record if is_cell(record[key])))
+        text = table(columns, ([record.get(column) for column in columns] for record in records))
+        record = content.get("environment") or content.get("machine") or content
+        return text + (f"\n{versions(record)}\n" if records else "")
+
+    return render
+
+
+def is_cell(value: object) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "training": training, "profiles": profiles, "limits": limits, "loss-curves": loss_curves,
+    "context-parallel": context_parallel, "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"),
+    "optimizer": plain("optimizer"),
+}  # fmt: skip
+
+
+def page(text: str) -> str:
+    """The page with every table as the results say; ``ValueError`` names a table that does not exist."""
+
+    def fill(match: re.Match[str]) -> str:
+        if match["name"] not in TABLES:
+            raise ValueError(f"docs/performance.md: no table {match['name']!r}; there are {', '.join(TABLES)}")
+        return f"{match[1]}\n{TABLES[match['name']]()}\n{match[3]}"
+
+    return TABLE.sub(fill, text)
+
+
+def main(argv: list[str]) -> int:
+    """Write the page, or compare it."""
+    current = PAGE.read_text(encoding="utf-8")
+    text = page(current)
+    if "--check" in argv:
+        if current != text:
+            print("docs/performance.md is out of date: run python benchmarks/tables.py")
+        return int(current != text)
+    PAGE.write_text(text, encoding="utf-8")
+    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,113 @@
+"""The program that spends a budget of GPU time, the comparison of loss curves, and the page made from results."""
+
+import json
+import math
+import sys
+
+import pytest
+
+from benchmarks import bench_training, gpu_suite, loss_curves, tables
+from benchmarks.harness import environment
+
+
+def item(code, seconds=1, gpus=0, limit=20):
+    return gpu_suite.Item(("-c", code), seconds, gpus, limit)
+
+
+def test_the_suite_runs_what_fits_writes_at_once_and_skips_what_is_done(tmp_path, capsys):
+    plan = {
+        "good": item("print('fine')"),
+        "bad": item("raise SystemExit(3)"),
+        "slow": item("while True: pass", limit=1),
+        "large": item("", seconds=1000),
+        "four": item("", gpus=4),
+    }
+    done = gpu_suite.suite(plan, tmp_path, budget=30, devices=1)
+    assert json.loads((tmp_path / "suite.json").read_text()) == done
+    ended = {name: each["ended"] for name, each in done.items()}
+    assert (ended["good"], ended["bad"], ended["slow"]) == ("ok", "exit code 3", "stopped at its limit")
+    assert ended["large"].startswith("not run: about 1000 s") and ended["four"].startswith("not run: needs 4 GPUs")
+    assert done["good"]["output"] == "fine\n"
+    assert list(tmp_path.iterdir()) == [tmp_path / "suite.json"]
+    again = gpu_suite.suite({"good": item("raise SystemExit(1)")}, tmp_path, budget=30, devices=1)
+    assert again["good"]["ended"] == "ok" and "done before" in capsys.readouterr().out
+    assert "exit code 3" in gpu_suite.summary(done, list(plan))
+
+
+def test_items_are_known_by_name_and_any_row_with_variants_is_one():
+    known = gpu_suite.items(2)
+    assert list(known)[:3] == ["tests", "ceilings", "row:one"]
+    plan = gpu_suite.chosen(["row:dp4+te", "tests"], 1)
+    assert list(plan) == ["row:dp4+te", "tests"] and plan["row:dp4+te"].gpus == 4
+    for name in ("nothing", "row:nothing", "row:one+nothing"):
+        with pytest.raises(ValueError, match="there are"):
+            gpu_suite.chosen([name], 1)
+
+
+def test_rows_are_merged_in_the_order_of_the_table(tmp_path):
+    path = tmp_path / "training.json"
+    for name in ("dp4", "one+te", "one"):
+        bench_training.merge(path, name, {"command": name})
+    assert list(json.loads(path.read_text())["rows"]) == ["one", "one+te", "dp4"]
+    assert bench_training.name_of("one", ["--attention-backend", "flash"]) == "one+flash"
+    assert bench_training.name_of("one", ["--lr", "1"]) == "one+--lr 1"
+    assert "failed: died" in bench_training.line("one", {"error": "died"})
+
+
+def curve(losses, tokens="a"):
+    return {"losses": losses, "grad_norms": [1.0] * len(losses), "tokens": tokens}
+
+
+def test_loss_curves_are_compared_within_bands_bit_for_bit_or_not_at_all(tmp_path):
+    falling = [5.0 - 0.02 * step for step in range(60)]
+    near, far = [loss * 1.001 for loss in falling], [*falling[:30], *(loss * 1.05 for loss in falling[30:])]
+    curves = {"cpu-fp32": curve(falling), "gpu-bf16": curve(near), "gpu-bf16-te": curve(far),
+              "cpu-bf16": curve(falling, tokens="b"), "gpu-deterministic-1": curve(near),
+              "gpu-deterministic-2": curve([*near[:-1], math.nextafter(near[-1], 9.0)])}  # fmt: skip
+    found = {(row["reference"], row["other"]): row["passed"] for row in loss_curves.compare(curves)}
+    assert found == {
+        ("cpu-fp32", "gpu-bf16"): True, ("gpu-bf16", "gpu-bf16-te"): False, ("cpu-fp32", "gpu-deterministic-1"): True,
+        ("gpu-deterministic-1", "gpu-deterministic-2"): False,
+    }  # fmt: skip
+    assert loss_curves.deviations(falling, near)["window"] == pytest.approx(0.001)
+    path = tmp_path / "curves.json"
+    path.write_text(json.dumps({"curves": curves}))
+    kept = loss_curves.merged(path, {"gpu-bf16": curve(near)}, 60)["curves"]
+    assert "cpu-fp32" in kept and "cpu-bf16" not in kept  # other tokens: another corpus
+
+
+def test_clocks_are_those_of_a_busy_gpu():
+    text = "345, 1980, 90.1, 700, 30, 0\n1700, 1980, 690, 700, 60, 100\n1720, 1980, 700, 700, 62, 99\n[N/A], 1, 1, 1\n"
+    found = environment.busy_medians(text)
+    assert found["sm_clock_mhz"] == 1710 and found["power_w"] == 695 and found["samples"] == 2
+    assert environment.busy_medians("") == {}
+    assert {"torch", "python", "device", "commit"} <= set(environment.environment(cpu=True))
+    assert environment.output_of(sys.executable, "-c", "raise SystemExit(1)") is None
+
+
+def test_the_page_is_up_to_date():
+    text = tables.PAGE.read_text(encoding="utf-8")
+    assert tables.page(text) == text, "run python benchmarks/tables.py"
+
+
+def test_tables_show_every_kind_of_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    from_results = [render for name, render in tables.TABLES.items() if name not in ("training", "limits")]
+    assert all(render() == tables.NOTHING for render in from_results)
+    row = {"command": "c", "repeats": 2, "tflops_per_gpu": 600.0, "tokens_per_second_per_gpu": 21000.0,
+           "seconds_per_iteration": 3.0, "peak_memory_gb": 85.0, "invalid": None, "environment": {"device": "X"},
+           "profile": {"launches": 7, "synchronizations": [], "device_to_host_copies": 1},
+           "roofline": {"limit_ms": 1.0, "step_ms": 2.0, "rows": [
+               {"class": "norm", "limit_ms": 1.0, "measured_ms": 2.0, "gap_ms": 1.0, "tflops": None,
+                "tb_per_second": 2.0}]}}  # fmt: skip
+    rows = {"one": row, "dp4": {**row, "invalid": "the loss did not fall"}, "tp4-sp": {"command": "c", "error": "died"}}
+    (tmp_path / "training.json").write_text(json.dumps({"rows": rows}))
+    steps = [{"kernel": "adam", "ms": 1.5, "x": []}]
+    (tmp_path / "optimizer.json").write_text(json.dumps({"device": "X", "rows": steps}))
+    text = tables.training()
+    assert "| `one` | 1 GPU, 16 layers, s 8192, batch 8 | 600.0 | 21,000 |" in text
+    assert "`dp4`: the loss did not fall" in text and "`tp4-sp`: died" in text
+    assert "| norm | 1 | 2 | 1 | – | 2 |" in tables.profiles()
+    assert "| adam | 1.5 |" in tables.TABLES["optimizer"]()
+    with pytest.raises(ValueError, match="no table 'x'"):
+        tables.page("<!-- table: x -->\n<!-- end of table -->")
