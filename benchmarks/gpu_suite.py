@@ -18,7 +18,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness.jobs import stop
 from benchmarks.harness.rows import ROWS, VARIANTS, split_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,7 +74,7 @@ ROW_ORDER = (
 
 def items(repeats: int) -> dict[str, Item]:
     """By name, the most important first."""
-    tests = ("-m", "pytest", "-m", "gpu", "-q", "-x", "--maxfail=20", "-p", "no:cacheprovider", "tests")
+    tests = ("-m", "pytest", "-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests")
     return {
         "tests": Item(tests, 120, limit=300),
         "ceilings": bench_item("ceilings", 45),
@@ -112,8 +112,7 @@ def run(item: Item, out: Path, limit: float) -> dict[str, Any]:
         try:
             code: int | None = job.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(job.pid, signal.SIGKILL)  # its ranks too
-            job.wait()
+            stop(job, whole_group=True)
             code = None
     text = log.read_text(encoding="utf-8", errors="replace")
     log.unlink()

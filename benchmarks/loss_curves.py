@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks.harness.environment import environment, version_of
-from benchmarks.harness.jobs import read_records, reason, shown
+from benchmarks.harness.jobs import read_records, reason, run_command, shown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "loss_curves.json"
@@ -41,7 +40,7 @@ STEPS = 200
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 "
-    "--hidden-dropout 0 --micro-batch-size 8 --global-batch-size 16 --lr 1.5e-3 --min-lr 1.5e-4 "
+    "--hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --lr 1.5e-3 --min-lr 1.5e-4 "
     "--lr-decay-style cosine --lr-decay-iters 200 --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 "
     "--clip-grad 1.0 --tokenizer-type HuggingFaceTokenizer --split 1,0,0 --num-workers 0 --eval-iters 0 "
     "--log-interval 1"
@@ -116,13 +115,9 @@ def draw(name: str, tokens: dict[str, str], steps: int, timeout: float) -> dict[
         words = [*FLAGS.split(), *curve.flags.split(), "--train-iters", str(steps), "--tensorboard-dir", str(folder)]
         words += ["--data-path", tokens["prefix"], "--tokenizer-model", tokens["tokenizer"]]
         command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words]
-        own = {"PYTHONPATH": str(ROOT)} | ({} if curve.gpu else {"CUDA_VISIBLE_DEVICES": ""})
         started = time.perf_counter()
-        try:
-            job = subprocess.run(
-                command, cwd=temporary, env={**os.environ, **own}, capture_output=True, text=True, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
+        job = run_command(command, Path(temporary), timeout, **({} if curve.gpu else {"CUDA_VISIBLE_DEVICES": ""}))
+        if job is None:
             return {"error": f"not finished after {timeout:.0f} s"}
         typed = shown(command, folder).replace(str(Path(tokens["prefix"]).parent), "CORPUS")
         result: dict[str, Any] = {"command": typed, "tokens": tokens["sha256"]}

@@ -6,11 +6,13 @@ limit runs constant, zero or NaN data up to a fifth faster.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -96,22 +98,45 @@ def reason(stderr: str) -> str:
     return said[-2000:].strip()
 
 
+def run_command(
+    command: Sequence[str], folder: Path, timeout: float, **environment: str
+) -> subprocess.CompletedProcess[str] | None:
+    """A program's exit code and output, run in ``folder``; None if it had to be stopped, which a launcher passes on."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    with subprocess.Popen(
+        command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as job:
+        try:
+            output, errors = job.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            stop(job)
+            return None
+    return subprocess.CompletedProcess(command, job.returncode, output, errors)
+
+
+def stop(job: subprocess.Popen, whole_group: bool = False, patience: float = 20.0) -> None:
+    """Asks first: only so does a launcher take its ranks along."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if whole_group:
+            os.killpg(job.pid, number)
+        else:
+            job.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(patience)
+            return
+
+
 def run_job(name: str, settings: Settings, *, traced: bool) -> dict[str, Any]:
     """One fresh job: its steady iterations, losses, memory and, if ``traced``, profile. ``error`` if it failed."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary, sampled_clocks() as clocks:
         folder = Path(temporary) / "run"
         command = command_of(name, folder, settings, traced=traced)
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        if settings.smoke:
-            environment.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-        try:
-            job = subprocess.run(
-                command, cwd=temporary, env=environment, capture_output=True, text=True, timeout=settings.timeout
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"not finished after {settings.timeout:.0f} s", "command": shown(command, folder)}
+        small = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if settings.smoke else {}
+        job = run_command(command, Path(temporary), settings.timeout, **small)
         result: dict[str, Any] = {"command": shown(command, folder)}
+        if job is None:
+            return {**result, "error": f"not finished after {settings.timeout:.0f} s"}
         if job.returncode:
             return {**result, "error": reason(job.stderr)}
         iters = int(command[command.index("--train-iters") + 1])

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from typing import NamedTuple
@@ -84,13 +85,18 @@ def classify(
     weights: Collection[tuple[int, int]] = (),
 ) -> str:
     """The class of a kernel. ``shape`` (m, k, n): the product that launched it, where it is known."""
-    matching = (name for name, own, around in _COMPILED if own.search(kernel) or around.search(scope))
-    name = next(matching, OTHER)
+    name = _first_match(kernel, scope)
     if name == _ATTENTION:
         return ATTENTION_BACKWARD if is_backward(scope, kernel) else ATTENTION_FORWARD
     if name == _GEMM:
         return product_class(shape, weights, is_backward(scope))
     return name
+
+
+@functools.lru_cache(maxsize=100_000)  # a step launches the same kernels from the same places again and again
+def _first_match(kernel: str, scope: str) -> str:
+    matching = (name for name, own, around in _COMPILED if own.search(kernel) or around.search(scope))
+    return next(matching, OTHER)
 
 
 def product_class(
