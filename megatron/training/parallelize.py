@@ -19,6 +19,7 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
 )
+from megatron.core.models.backends import describe_choices
 from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.process_groups import ProcessGroups
 from megatron.core.transformer.transformer_block import LayerList
@@ -89,6 +90,12 @@ def parallelize(
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Every transformer layer of a chunk: the units that are gathered one after another."""
     return [layer for stack in model.modules() if isinstance(stack, LayerList) for layer in stack]
+
+
+def report_choices(model_chunks: Sequence[nn.Module]) -> None:
+    """Logs who computes what, as built: implementations of layers, attention kernels and the reasons."""
+    for line in describe_choices(model_chunks):
+        logger.info("%s", line)
 
 
 def report_parameters(model_chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:

@@ -36,7 +36,7 @@ from megatron.training.initialize import (
     training_device,
     world_size_from_environment,
 )
-from megatron.training.parallelize import build_model, parallelize, report_parameters
+from megatron.training.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.self_checks import check_build, replica_checks
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
@@ -125,6 +125,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(common_fields(OptimizerConfig, cfg), model, groups=groups)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
+    report_choices(model)
     checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
     state = checkpointer.load() or TrainState()
     parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)

@@ -38,7 +38,8 @@ LAYERS = {
     "megatron.core.tensor_parallel": 3,
     "megatron.core.context_parallel": 3,
     "megatron.core.transformer": 4,
-    "megatron.core.extensions": 4,
+    "megatron.core.extensions": 2,  # thin adapters of optional packages
+    "megatron.core.extensions.transformer_engine": 4,  # modules with parameters
     "megatron.core.pipeline_parallel": 4,
     "megatron.core.distributed": 4,
     "megatron.core.optimizer": 5,

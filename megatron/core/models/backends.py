@@ -1,19 +1,31 @@
-"""Who provides the modules that fill a layer spec: one frozen row per implementation.
+"""Who provides the modules that fill a layer spec: one frozen row per implementation, and what a built model uses.
 
-``local`` needs nothing beyond torch. Rows of optional packages are added where the package is available; asking for one
-that is not says what to install.
+``local`` needs nothing beyond torch. ``transformer_engine`` needs the package of that name; asking for it where it is
+missing says what to install. The attention kernel is a choice of its own (``transformer/attention_kernels.py``), which
+``local`` follows; Transformer Engine chooses among its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from torch import nn
+
+from megatron.core.enums import AttnMaskType
+from megatron.core.extensions import transformer_engine as te
+from megatron.core.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.dot_product_attention import make_core_attention
+from megatron.core.transformer.attention_window import layer_window
+from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
+from megatron.core.transformer.dot_product_attention import CoreAttention, make_core_attention
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.recompute import recomputed_modules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 
 @dataclass(frozen=True)
@@ -25,18 +37,120 @@ class Backend:
     row_parallel_linear: Callable[..., Any]
     norm: Callable[..., Any]
     core_attention: Callable[..., Any]
+    layer: Callable[..., Any]
+
+
+def transformer_engine_attention(
+    config: TransformerConfig,
+    layer_number: int,
+    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    groups: ProcessGroups | None = None,
+) -> nn.Module:
+    """Transformer Engine's attention; where ranks share sequences or no kernel is wanted, that of ``local``.
+
+    Raises:
+        ValueError: attention dropout, or variables that contradict ``attention_backend``.
+    """
+    if config.context_parallel_size > 1 or config.attention_backend == "local":
+        return make_core_attention(config, layer_number, attn_mask_type, groups)
+    if config.attention_dropout:
+        raise ValueError(
+            f"attention_dropout {config.attention_dropout:g}: Transformer Engine's attention draws its own dropout "
+            "masks, which depend on the layout; give --attention-dropout 0, or --attention-backend local"
+        )
+    for name, value in te.kernel_variables(str(config.attention_backend)).items():
+        if os.environ.setdefault(name, value) != value:
+            raise ValueError(
+                f"--attention-backend {config.attention_backend}: {name}={os.environ[name]} in the environment "
+                "contradicts it; unset the variable"
+            )
+    window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
+    causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+    return te.TEDotProductAttention(config, layer_number, causal=causal, window=window, groups=groups)
+
+
+def transformer_engine_layer(
+    config: TransformerConfig,
+    submodules: TransformerLayerSubmodules,
+    layer_number: int = 1,
+    *,
+    groups: ProcessGroups | None = None,
+) -> TransformerLayer:
+    """A layer whose two norms are computed with the products behind them, where nothing else needs their outputs."""
+    layer = TransformerLayer(config, submodules, layer_number, groups=groups)
+    if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):
+        return layer
+    pairs = (
+        (layer.input_layernorm, layer.self_attention.linear_qkv),
+        (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
+    )
+    for norm, linear in pairs:
+        both = isinstance(norm, te.TENorm) and isinstance(linear, te.TEColumnParallelLinear)
+        if both and linear.group.size == 1:
+            linear.take_over(norm)
+    return layer
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {"local": Backend("local", ColumnParallelLinear, RowParallelLinear, make_norm, make_core_attention)}
-)
+    {
+        "local": Backend(
+            "local", ColumnParallelLinear, RowParallelLinear, make_norm, make_core_attention, TransformerLayer
+        ),
+        te.NAME: Backend(
+            te.NAME, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, transformer_engine_attention,
+            transformer_engine_layer,
+        ),
+    }
+)  # fmt: skip
 
 
 def get_backend(name: str) -> Backend:
-    """The row called ``name``; ValueError with the alternatives where there is none."""
+    """The row called ``name``.
+
+    Raises:
+        ValueError: there is none (with the alternatives), or its package is missing (with the command that installs
+            it).
+    """
     if name not in BACKENDS:
         raise ValueError(
             f"transformer_impl {name!r} is not available here; available: {', '.join(sorted(BACKENDS))}. "
             "Use --transformer-impl local"
         )
+    if name == te.NAME and not te.transformer_engine_is_installed():
+        raise te.missing_package()
     return BACKENDS[name]
+
+
+def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
+    """What built models compute with: the modules that are there, not the settings that asked for them."""
+    kinds: set[str] = set()
+    attention: dict[str, list[int]] = {}
+    for chunk in model_chunks:
+        for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
+            kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
+            attention.setdefault(_attention_of(layer), []).append(layer.layer_number)
+    if kinds:
+        yield f"layers: {', '.join(sorted(kinds))} (--transformer-impl)"
+    for words, layers in attention.items():
+        where = "" if len(attention) == 1 else f" in layer{'s' if len(layers) > 1 else ''} {_listed(layers)}"
+        yield f"attention: {words}{where}"
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
+
+
+def _attention_of(layer: TransformerLayer) -> str:
+    core = getattr(layer.self_attention, "core_attention", None)
+    if isinstance(core, CoreAttention):
+        return str(core.choice)
+    if isinstance(core, te.TEDotProductAttention):
+        return "Transformer Engine, which chooses its kernel (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 shows it)"
+    if isinstance(core, ContextParallelAttention):
+        return f"{type(core.form).__name__} over the ranks that share a sequence"
+    return type(core).__name__
+
+
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return shown + (f" … ({len(numbers)})" if len(numbers) > 8 else "")

@@ -3,16 +3,19 @@
     softmax(Q K^T / sqrt(d), over the visible keys) V
 
 ``UnfusedAttention`` is the plain-torch reference and the only one with attention dropout, whose masks must not depend
-on a kernel; ``SDPAttention`` calls torch's fused kernels (cuDNN or flash on GPUs, flash on CPUs) and, for packed
-documents, torch's variable-length attention on GPUs and one call per document elsewhere. ``make_core_attention``
-chooses once.
+on a kernel; ``SDPAttention`` calls one of torch's fused kernels (cuDNN or flash on GPUs, flash on CPUs) and, for packed
+documents, torch's variable-length attention on GPUs and one call per document elsewhere; ``FlashAttention`` calls the
+flash-attn package. ``attention_kernels.choose_kernel`` chooses, ``make_core_attention`` builds, once.
+
+No layout is copied on the way: kernels read queries, keys and values where the projection and the rotary embedding
+wrote them ([s, b, a, d], or strided views of the projection), give their output in the order of the queries' dims, so
+that ``[s, b, a * d]`` is a view of it, and get a gradient with the output's strides.
 
 Legend: s sequence, b batch, a query heads, g key/value groups, p query heads per group, d head dim.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 
@@ -23,20 +26,33 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.enums import AttnMaskType
+from megatron.core.extensions.flash_attn import load_flash_attention
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.transformer.attention_kernels import (
+    SDPA_BACKENDS,
+    SIXTEEN_BIT,
+    Choice,
+    choose_kernel,
+    refusal,
+    request_of,
+)
 from megatron.core.transformer.attention_masks import document_mask, hidden_mask
 from megatron.core.transformer.attention_window import Window, layer_window
 from megatron.core.transformer.context_parallel_attention import make_context_parallel_attention
 from megatron.core.transformer.dropout import AttentionDropout, DropoutCoordinates, NoDropout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-logger = logging.getLogger(__name__)
+_WITH_A_MASK = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels for dense masks, which only callers of the library pass, in order of preference."""
 
 
 class CoreAttention(nn.Module):
     """What all cores share: scale, window, causality. Query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a *
     d]."""
+
+    choice = Choice("unfused", "the reference")
+    """The kernel that was chosen, and why."""
 
     def __init__(self, config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType) -> None:
         super().__init__()
@@ -112,8 +128,8 @@ class UnfusedAttention(CoreAttention):
         return mixed.permute(2, 0, 1, 3).reshape(num_queries, batch, heads * channels)
 
 
-class SDPAttention(CoreAttention):
-    """``torch.nn.functional.scaled_dot_product_attention``; its softmax is in fp32 whatever the inputs are."""
+class FusedAttention(CoreAttention):
+    """What fused kernels share. Their softmax is in fp32 whatever the inputs are."""
 
     def __init__(
         self,
@@ -123,7 +139,7 @@ class SDPAttention(CoreAttention):
         groups: ProcessGroups | None = None,
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type)
-        self._kernels = _kernel_order(config.attention_backend) if torch.cuda.is_available() else None
+        self.choice = choose_kernel(request_of(config, layer_number))
 
     def forward(
         self,
@@ -139,9 +155,58 @@ class SDPAttention(CoreAttention):
             if attention_mask is not None:
                 raise ValueError("give either an attention mask or packed documents, not both")
             return self._packed(query, key, value, packed_seq_params)
+        return self._rows(query, key, value, attention_mask)
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Whole rows of the batch."""
+        raise NotImplementedError
+
+    def _documents(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, longest: int) -> Tensor:
+        """Query [t, a, d], key and value [t, g, d], documents one after the other -> [t, a, d]."""
+        raise NotImplementedError
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+        """Each document by itself; time and memory grow with the documents' lengths, not with s^2."""
+        length, batch = query.shape[:2]
+        # [s, b, ...] -> [b * s, ...]: documents are runs of a row; views where b is 1
+        flat_query, flat_key, flat_value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        mixed = self._documents(flat_query, flat_key, flat_value, packed, packed.max_seqlen_q or length)
+        return mixed.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
+
+
+class SDPAttention(FusedAttention):
+    """``torch.nn.functional.scaled_dot_product_attention``, on a GPU with the chosen kernel and no other."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, groups)
+        self._only = SDPA_BACKENDS.get(self.choice.kernel)
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if self._has_window_kernel(query) and attention_mask is None and self.choice.kernel == "flash":
+            return self._windowed(query, key, value)
         query_basd, key_bgsd, value_bgsd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mixed = self._attend(query_basd, key_bgsd, value_bgsd, attention_mask)
         return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    def _has_window_kernel(self, query: Tensor) -> bool:
+        return self.window is not None and query.is_cuda and query.dtype in SIXTEEN_BIT
+
+    def _windowed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Torch's flash kernel skips what lies outside of the window, which SDPA has no way to ask for."""
+        assert self.window is not None
+        left, right = self.window
+        query_bsad, key_bsgd, value_bsgd = (x.transpose(0, 1) for x in (query, key, value))
+        mixed = torch.ops.aten._flash_attention_forward(
+            query_bsad, key_bsgd, value_bsgd, None, None, query.shape[0], key.shape[0], 0.0, False, False,
+            scale=self.softmax_scale, window_size_left=left, window_size_right=0 if self.causal else right,
+        )[0]  # fmt: skip
+        return mixed.transpose(0, 1).flatten(2)
 
     def _attend(self, query_basd: Tensor, key_bgsd: Tensor, value_bgsd: Tensor, hidden: Tensor | None) -> Tensor:
         num_queries, num_keys = query_basd.shape[2], key_bgsd.shape[2]
@@ -150,26 +215,31 @@ class SDPAttention(CoreAttention):
             own = self._hidden_mask(num_queries, num_keys, query_basd.device)
             hidden = own if hidden is None else hidden if own is None else hidden | own
         visible = None if hidden is None else ~hidden
-        with self._kernel_choice():
-            return F.scaled_dot_product_attention(
-                query_basd, key_bgsd, value_bgsd, attn_mask=visible, is_causal=self.causal and visible is None,
-                scale=self.softmax_scale, enable_gqa=query_basd.shape[1] != key_bgsd.shape[1],
-            )  # fmt: skip
+        if self._only == SDPBackend.EFFICIENT_ATTENTION and query_basd.is_cuda:  # knows no grouped queries
+            key_bgsd, value_bgsd = (_repeated(x, query_basd.shape[1]) for x in (key_bgsd, value_bgsd))
+        try:
+            with self._kernel_choice(query_basd, visible):
+                return F.scaled_dot_product_attention(
+                    query_basd, key_bgsd, value_bgsd, attn_mask=visible, is_causal=self.causal and visible is None,
+                    scale=self.softmax_scale, enable_gqa=query_basd.shape[1] != key_bgsd.shape[1],
+                )  # fmt: skip
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise refusal(self.choice.kernel, query_basd, key_bgsd, value_bgsd, self.causal) from error
 
-    def _kernel_choice(self) -> AbstractContextManager:
-        return nullcontext() if self._kernels is None else sdpa_kernel(self._kernels, set_priority=True)
+    def _kernel_choice(self, query: Tensor, mask: Tensor | None) -> AbstractContextManager:
+        if self._only is None or not query.is_cuda:
+            return nullcontext()
+        if mask is not None and self._only not in _WITH_A_MASK[1:]:
+            return sdpa_kernel(_WITH_A_MASK, set_priority=True)
+        return sdpa_kernel(self._only)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
-        """Each document by itself; time and memory grow with the documents' lengths, not with s^2."""
-        length, batch = query.shape[:2]
-        # [s, b, ...] -> [b * s, ...]: documents are runs of a row
-        flat_query, flat_key, flat_value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+    def _documents(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, longest: int) -> Tensor:
         assert packed.cu_seqlens_q is not None
-        if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            mixed = self._varlen(flat_query, flat_key, flat_value, packed, length)
-        else:
-            mixed = self._document_by_document(flat_query, flat_key, flat_value, packed.cu_seqlens_q.tolist())
-        return mixed.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
+        if query.is_cuda and query.dtype in SIXTEEN_BIT:
+            return self._varlen(query, key, value, packed.cu_seqlens_q, longest)
+        return self._document_by_document(query, key, value, packed.cu_seqlens_q.tolist())
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, bounds: list[int]) -> Tensor:
         """[t, a, d]; one call per document."""
@@ -181,17 +251,12 @@ class SDPAttention(CoreAttention):
                 parts.append(self._attend(query_basd, key_bgsd, value_bgsd, None).squeeze(0).transpose(0, 1))
         return torch.cat(parts)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, length: int) -> Tensor:
-        """[t, a, d]; one kernel for all documents. No document is longer than a row, so ``length`` bounds them."""
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int) -> Tensor:
+        """[t, a, d]; one kernel for all documents."""
         from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
-        if query.shape[1] != key.shape[1]:  # torch 2.11 has no grouped queries here
-            repeats = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+        key, value = (_repeated(x, query.shape[1]) for x in (key, value))  # torch 2.11 has no grouped queries here
         left, right = self.window or (-1, -1)
-        bounds = packed.cu_seqlens_q
-        assert bounds is not None
-        longest = packed.max_seqlen_q or length
         mixed = varlen_attn(
             query, key, value, bounds, bounds, longest, longest, scale=self.softmax_scale,
             window_size=(left, 0 if self.causal else right),
@@ -200,17 +265,50 @@ class SDPAttention(CoreAttention):
         return mixed
 
 
+def _repeated(x: Tensor, num_heads: int) -> Tensor:
+    """Keys or values [., g, ...] for every query head [., a, ...]."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+class FlashAttention(FusedAttention):
+    """The flash-attn package, also for windows and packed documents. No dense masks."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        groups: ProcessGroups | None = None,
+    ) -> None:
+        super().__init__(config, layer_number, attn_mask_type, groups)
+        self._kernels = load_flash_attention(
+            int(self.choice.kernel[-1]), scale=self.softmax_scale, causal=self.causal, window=self.window,
+            deterministic=config.deterministic_mode,
+        )  # fmt: skip
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask: flash-attn takes no dense masks; describe documents by packed_seq_params, windows by "
+                "window_size, or choose --attention-backend auto"
+            )
+        return self._kernels.dense(*(x.transpose(0, 1) for x in (query, key, value))).transpose(0, 1).flatten(2)
+
+    def _documents(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, longest: int) -> Tensor:
+        assert packed.cu_seqlens_q is not None
+        return self._kernels.packed(query, key, value, packed.cu_seqlens_q, longest)
+
+
 def _covers(window: Window, num_keys: int, causal: bool) -> bool:
     """Whether a window is so wide that it hides nothing that causality does not hide."""
     left, right = (side < 0 or side >= num_keys - 1 for side in window)
     return left and (right or causal)
 
 
-def _kernel_order(backend: str) -> list[SDPBackend]:
-    """Torch's kernels in order of preference. On Hopper cuDNN's are 1.6 times as fast as torch's flash kernels."""
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    first = {"fused": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}.get(str(backend))
-    return kernels if first is None else [first, *(kernel for kernel in kernels if kernel != first)]
+def _class_of(choice: Choice) -> type[UnfusedAttention | FusedAttention]:
+    if choice.kernel == "unfused":
+        return UnfusedAttention
+    return FlashAttention if choice.kernel.startswith("flash-attn") else SDPAttention
 
 
 def make_core_attention(
@@ -219,37 +317,25 @@ def make_core_attention(
     attn_mask_type: AttnMaskType = AttnMaskType.causal,
     groups: ProcessGroups | None = None,
 ) -> nn.Module:
-    """The core that the configuration asks for: unfused for ``unfused``/``local`` or with attention dropout, else
-    SDPA; where ranks share sequences, a form of context parallelism."""
+    """The core that the configuration asks for; where ranks share sequences, a form of context parallelism.
+
+    Raises:
+        ValueError: the kernel that was asked for by name cannot serve here.
+    """
     groups = groups or SINGLE_PROCESS
     if config.context_parallel_size != groups.cp.size:
         raise ValueError(
             f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} ranks; "
             "pass the same size to initialize_model_parallel(context_parallel_size=...)"
         )
-    unfused = config.attention_backend in ("unfused", "local") or config.attention_dropout > 0
-    core = (UnfusedAttention if unfused else SDPAttention)(config, layer_number, attn_mask_type, groups)
-    if layer_number == 1:
-        _report_choice(config, core)
+    choice = choose_kernel(request_of(config, layer_number))
+    core = _class_of(choice)(config, layer_number, attn_mask_type, groups)
+    core.choice = choice
     if groups.cp.size == 1:
         return core
     visibility = Visibility(core.causal, core.window)
     # windows: SDPA would need a mask of the whole sequence, the blocks of a ring of one rank need none
-    whole_sequence_core = None if unfused or core.window is not None else core
+    whole_sequence_core = core if isinstance(core, FusedAttention) and core.window is None else None
     return make_context_parallel_attention(
         config, layer_number, visibility, core.softmax_scale, groups, whole_sequence_core
     )
-
-
-def _report_choice(config: TransformerConfig, core: CoreAttention) -> None:
-    """Says once what runs, and warns where a kernel was asked for that cannot."""
-    asked = str(config.attention_backend)
-    if asked in ("flash", "fused") and isinstance(core, UnfusedAttention):
-        logger.warning(
-            "--attention-backend %s: fused kernels draw their own dropout masks, so --attention-dropout %g is computed"
-            " by unfused attention (the same mathematics, slower); give --attention-dropout 0 for the kernel",
-            asked, config.attention_dropout,
-        )  # fmt: skip
-    else:
-        kernels = "unfused torch operations" if isinstance(core, UnfusedAttention) else "torch SDPA kernels"
-        logger.info("attention: %s (--attention-backend %s)", kernels, asked)

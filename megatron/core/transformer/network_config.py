@@ -73,7 +73,8 @@ class NetworkSizeConfig:
     """Keep the residual stream in float32."""
 
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
-    """Who provides the layers' modules. Left out, the best available one is chosen and logged."""
+    """Who provides the layers' modules: this library, or the package Transformer Engine. Left out: local, whatever is
+    installed."""
 
     masked_softmax_fusion: bool = True
     """No fused scale, mask and softmax in attention."""

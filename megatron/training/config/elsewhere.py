@@ -37,7 +37,7 @@ ELSEWHERE = frozenset(
     fault-injector-num-ranks fault-injector-offset-seconds fault-injector-ranks fault-injector-seed fim-data
     fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token fim-prefix-token fim-rate
     fim-split-sample fim-spm-rate fim-suffix-token fine-grained-activation-offloading
-    fine-grained-offloading-max-inflight-offloads flash-attention-version flash-decode flight-recorder-dump-path
+    fine-grained-offloading-max-inflight-offloads flash-decode flight-recorder-dump-path
     flight-recorder-include-stack-trace flight-recorder-trace-buffer-size fp4-format fp4-param-gather
     fp4-quantizer-factory fp4-recipe fp8-output-proj fp8-quantizer-factory freeze-all-layers
     fsdp-db-use-persist-buf-on-alloc-fail fsdp-double-buffer fsdp-manual-registration ft-num-warmup-iters

@@ -35,7 +35,7 @@ class GPTTask(Task):
         config = core_transformer_config_from_args(cfg)
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(config),
+            transformer_layer_spec=get_gpt_decoder_block_spec(config, cfg.transformer_impl == "transformer_engine"),
             vocab_size=self.vocab_size,
             max_sequence_length=cfg.max_position_embeddings,
             pre_process=pre_process,

@@ -202,7 +202,7 @@ def test_layout_contradiction_is_named(text, world_size, problem):
 @pytest.mark.parametrize(
     "text",
     [
-        "--fp8-format hybrid", "--num-experts 4", "--transformer-impl transformer_engine", "--async-save",
+        "--fp8-format hybrid", "--num-experts 4", "--transformer-impl inference_optimized", "--async-save",
         "--ckpt-format torch",
         "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
         "--use-megatron-fsdp",

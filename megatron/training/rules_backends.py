@@ -1,0 +1,89 @@
+"""Rules about who computes: optional packages, attention kernels, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.cli import Problem
+from megatron.core.extensions.flash_attn import INSTALL as INSTALL_FLASH
+from megatron.core.extensions.flash_attn import installed_versions
+from megatron.core.extensions.installed import is_installed
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.resolve import gpu_present
+from megatron.training.rules_common import Rule, problem
+
+Problems = Iterator[Problem]
+
+ENGINE = "transformer_engine"
+_LOCAL = "--transformer-impl local"
+
+
+def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
+    """A dry run asks about flags, not about the machine it runs on."""
+    if cfg.transformer_impl != ENGINE or cfg.dry_run:
+        return
+    if not is_installed(ENGINE):
+        install = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+        yield problem(cfg, "transformer_impl", "needs a package that is not installed", f"{install}, or {_LOCAL}")
+    elif not gpu_present():
+        yield problem(cfg, "transformer_impl", "computes on NVIDIA GPUs only, and there is none", _LOCAL)
+
+
+def transformer_engine_does_all_that_is_asked(cfg: PretrainConfig) -> Problems:
+    if cfg.transformer_impl != ENGINE:
+        return
+    builtin_attention = cfg.attention_backend == "local" or cfg.context_parallel_size > 1
+    if cfg.attention_dropout > 0 and not builtin_attention:
+        reason = f"is not for {_impl(cfg)}, whose attention draws its own masks, which depend on the layout"
+        yield problem(cfg, "attention_dropout", reason, f"--attention-dropout 0, --attention-backend local or {_LOCAL}")
+    for field, reason in {
+        "delay_wgrad_compute": "puts off weight gradients, which only built-in layers do",
+        "tp_comm_overlap": "cuts products into pieces, which only built-in layers do",
+        "use_torch_fsdp2": "replaces weights by shards, which the package's modules would not see",
+        "fp32_residual_connection": "needs norms that read float32 and write 16 bits, which only built-in ones do",
+    }.items():
+        if getattr(cfg, field):
+            yield problem(cfg, field, f"{reason}; not with {_impl(cfg)}", f"leave it out, or {_LOCAL}")
+    if cfg.pipeline_schedule == "zero-bubble":
+        reason = f"puts off weight gradients, which only built-in layers do; not with {_impl(cfg)}"
+        yield problem(cfg, "pipeline_schedule", reason, f"1f1b or interleaved, or {_LOCAL}")
+    groups, tp = cfg.num_query_groups, cfg.tensor_model_parallel_size
+    if groups and tp > groups > 0:
+        reason = f"is smaller than --tensor-model-parallel-size {tp}: ranks would share a head; not with {_impl(cfg)}"
+        yield problem(cfg, "num_query_groups", reason, f"fewer ranks, or {_LOCAL}")
+    if "layernorm" in (cfg.recompute_modules or ()):
+        reason = f"layernorm is computed again by built-in layers only, not by {_impl(cfg)}"
+        yield problem(cfg, "recompute_modules", reason, f"leave layernorm out, or {_LOCAL}")
+
+
+def _impl(cfg: PretrainConfig) -> str:
+    return f"--transformer-impl {cfg.transformer_impl}"
+
+
+def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
+    version, field = cfg.flash_attention_version, "flash_attention_version"
+    if version is None:
+        return
+    if cfg.attention_backend not in ("auto", "flash"):
+        reason = f"contradicts --attention-backend {cfg.attention_backend}"
+        yield problem(cfg, field, reason, "leave one out")
+    if cfg.transformer_impl == ENGINE:
+        reason = f"is not for {_impl(cfg)}, which chooses its own version"
+        yield problem(cfg, field, reason, f"leave it out, or {_LOCAL}")
+    if cfg.context_parallel_size > 1:
+        reason = "is not for ranks that share a sequence, whose blocks torch's own kernels compute"
+        yield problem(cfg, field, reason, "leave it out")
+    if cfg.attention_dropout > 0:
+        reason = f"excludes --attention-dropout {cfg.attention_dropout:g}: kernels draw masks that depend on the layout"
+        yield problem(cfg, field, reason, "--attention-dropout 0")
+    if not (cfg.bf16 or cfg.fp16):
+        yield problem(cfg, field, "takes 16-bit numbers only", "--bf16")
+    if version not in installed_versions() and not cfg.dry_run:
+        yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
+
+
+RULES: tuple[Rule, ...] = (
+    transformer_engine_can_run,
+    transformer_engine_does_all_that_is_asked,
+    flash_attention_can_run,
+)

@@ -1,0 +1,149 @@
+"""Transformer Engine's modules in our slots equal ours: output, gradients, names. Here a fake of the package computes;
+the package itself is in ``test_transformer_engine_gpu.py``."""
+
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear, kernel_variables
+from megatron.core.models.backends import describe_choices
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.test_utils import fake_transformer_engine
+
+VOCAB, LENGTH, BATCH = 40, 12, 2
+CASES = {
+    "gpt": {"hidden_dropout": 0.1},
+    "llama": {"normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "num_query_groups": 2,
+              "window_size": (3, 0), "window_attn_skip_freq": 2},
+    "qwen": {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True,
+             "apply_layernorm_1p": True},
+    "post-norm residual": {"apply_residual_connection_post_layernorm": True},
+    "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}  # fmt: skip
+
+
+def make_model(engine, groups=SINGLE_PROCESS, **overrides):
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "params_dtype": torch.float64}
+    config = TransformerConfig(**{**sizes, "hidden_dropout": 0.0, "attention_dropout": 0.0, **overrides})
+    return GPTModel(
+        config, get_gpt_decoder_block_spec(config, use_transformer_engine=engine), vocab_size=VOCAB,
+        max_sequence_length=LENGTH, position_embedding_type="rope", groups=groups,
+    )  # fmt: skip
+
+
+def losses(model, documents=False):
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    bounds = torch.tensor([0, 5, 12, 13, 24], dtype=torch.int32)
+    return model(
+        tokens[:, :-1], torch.arange(LENGTH).expand(BATCH, -1), labels=tokens[:, 1:],
+        packed_seq_params=PackedSeqParams(cu_seqlens_q=bounds) if documents else None,
+        sample_index=torch.arange(BATCH),
+    )  # fmt: skip
+
+
+def outcome(model, **kwargs):
+    """Losses, and every gradient after two micro-batches."""
+    wrapped = DistributedDataParallel(None, DistributedDataParallelConfig(), model, groups=model.groups)
+    wrapped.zero_grad_buffer()
+    for _ in range(2):
+        output = losses(wrapped, **kwargs)
+        output.sum().backward()
+    return output.detach(), {name: param.main_grad for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    documents = case == "llama"
+    ours, expected = outcome(make_model(False, **CASES[case]), documents=documents)
+    model = make_model(True, **CASES[case])
+    theirs, gradients = outcome(model, documents=documents)
+    torch.testing.assert_close(theirs, ours)
+    assert gradients.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], msg=name)
+    fused = case != "post-norm residual"
+    assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._product.linear,
+                      fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
+
+
+def test_checkpoints_do_not_know_who_computed(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    ours, theirs = module_tensors(make_model(False)), module_tensors(make_model(True))
+    assert ours.keys() == theirs.keys() and make_model(True).state_dict().keys() == ours.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor.local, theirs[name].local) and tensor.global_shape == theirs[name].global_shape
+
+
+def test_without_a_gradient_buffer_gradients_go_the_usual_way(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    ours, theirs = make_model(False), make_model(True)
+    for model in (ours, theirs):
+        losses(model).sum().backward()
+    for (name, param), other in zip(ours.named_parameters(), theirs.parameters()):
+        torch.testing.assert_close(other.grad, param.grad, msg=name)
+
+
+def tensor_parallel_outcome(rank, world_size, sequence_parallel):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        fake_transformer_engine.install(monkeypatch)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+        try:
+            groups = parallel_state.get_process_groups()
+            layout = {"tensor_model_parallel_size": world_size, "sequence_parallel": sequence_parallel}
+            results = [outcome(make_model(engine, groups, **layout)) for engine in (False, True)]
+        finally:
+            parallel_state.destroy_model_parallel()
+    (ours, expected), (theirs, gradients) = results
+    torch.testing.assert_close(theirs, ours)
+    for name in expected:
+        torch.testing.assert_close(gradients[name], expected[name], msg=name)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_tensor_parallel_ranks_equal_the_built_in_layers(gloo_pool, sequence_parallel):
+    gloo_pool.run(tensor_parallel_outcome, 2, sequence_parallel)
+
+
+def test_the_missing_package_is_named_with_its_install_command(monkeypatch):
+    with pytest.raises(ValueError, match="--transformer-impl transformer_engine.*pip install.*-impl local"):
+        get_gpt_layer_with_transformer_engine_spec()
+
+
+def test_attention_dropout_is_refused(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    with pytest.raises(ValueError, match="draws its own dropout masks"):
+        make_model(True, attention_dropout=0.1)
+
+
+def test_contradicting_variables_are_refused(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    for name in kernel_variables("flash"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(ValueError, match="NVTE_FLASH_ATTN=0 in the environment contradicts"):
+        make_model(True, attention_backend="flash")
+
+
+def test_what_was_built_is_described(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    ours, theirs = ("\n".join(describe_choices([make_model(engine)])) for engine in (False, True))
+    assert "layers: local" in ours and "attention: torch SDPA (no GPU, float64, head dim 8)" in ours
+    assert "layers: transformer_engine" in theirs and "attention: Transformer Engine" in theirs
+    layered = "\n".join(describe_choices([make_model(False, num_layers=4, **CASES["llama"])]))
+    assert "window 3,0) in layers 1, 3" in layered and "in layers 2, 4" in layered
+
+
+def test_modules_of_the_package_are_no_submodules(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    kinds = {type(module) for module in make_model(True).modules()}
+    assert {TENorm, TERowParallelLinear} <= kinds
+    assert not any(kind.__module__.endswith("fake_transformer_engine") for kind in kinds)

@@ -1,0 +1,74 @@
+"""What a backend cannot do is refused with the reason; what a script asks for and is not installed is named."""
+
+import pytest
+
+from megatron.training import rules_backends
+from megatron.training.arguments import parse_args
+from megatron.training.resolve import resolve
+from megatron.training.rules import check
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
+)
+ENGINE = "--transformer-impl transformer_engine "
+
+
+def problems(text, world_size=1):
+    return [str(each) for each in check(resolve(parse_args((TINY + text).split()), world_size))]
+
+
+@pytest.fixture
+def everything_installed(monkeypatch):
+    monkeypatch.setattr(rules_backends, "is_installed", lambda module: True)
+    monkeypatch.setattr(rules_backends, "installed_versions", lambda: (2, 3))
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "problem"),
+    [
+        ("--attention-dropout 0.1", 1, "--attention-dropout 0.1: is not for --transformer-impl transformer_engine"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", 2, "--tp-comm-overlap: cuts products"),
+        ("--fp32-residual-connection", 1, "--fp32-residual-connection: needs norms that read float32"),
+        ("--use-torch-fsdp2 --ckpt-format torch_dist", 2, "--use-torch-fsdp2: replaces weights by shards"),
+        ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8", 2,
+         "--pipeline-schedule zero-bubble: puts off weight gradients"),
+        ("--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2,
+         "--num-query-groups 1: is smaller than --tensor-model-parallel-size 2"),
+        ("--recompute-activations --recompute-modules layernorm", 1, "--recompute-modules layernorm: layernorm is"),
+        ("--flash-attention-version 2 --bf16", 1, "--flash-attention-version 2: is not for --transformer-impl"),
+    ],
+)  # fmt: skip
+def test_what_transformer_engine_cannot_do_is_refused(text, world_size, problem, everything_installed):
+    found = problems(f"{ENGINE} --attention-dropout 0 {text}", world_size)
+    assert len(found) == 1 and found[0].startswith(problem), found
+
+
+def test_settings_that_transformer_engine_can_do_pass(everything_installed):
+    assert problems(f"{ENGINE} --attention-dropout 0 --bf16 --swiglu --window-size 7,0") == []
+    assert problems(f"{ENGINE} --attention-dropout 0.1 --attention-backend local") == []
+
+
+def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(rules_backends, "is_installed", lambda module: False)
+    (found,) = problems(f"{ENGINE} --attention-dropout 0")
+    assert found.startswith("--transformer-impl transformer_engine: needs a package") and "pip install" in found
+    assert problems(f"{ENGINE} --attention-dropout 0 --dry-run") == []
+    monkeypatch.setattr(rules_backends, "installed_versions", lambda: ())
+    (found,) = problems("--flash-attention-version 2 --bf16 --attention-dropout 0")
+    assert "pip install flash-attn" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--attention-backend fused", "contradicts --attention-backend fused"),
+        ("--attention-dropout 0.1", "excludes --attention-dropout 0.1"),
+        ("--context-parallel-size 2", "is not for ranks that share a sequence"),
+    ],
+)
+def test_flash_attention_version_excludes(text, problem, everything_installed):
+    found = problems(f"--flash-attention-version 3 --bf16 --attention-dropout 0 {text}", 2)
+    assert len(found) == 1 and problem in found[0], found
+    assert problems("--flash-attention-version 3 --attention-dropout 0")[0].endswith("--bf16")
