@@ -52,11 +52,12 @@ RULES: tuple[Rule, ...] = (  # the first that matches counts
     ),
     Rule(CROSS_ENTROPY, r"cross_?entropy|log_?softmax|nll_loss|xent", r"(?i)cross_?entropy|log_softmax|nll_loss"),
     Rule(
-        NORM, r"(layer|rms)_?norm|GammaBeta|norm_(fwd|bwd|forward|backward)", r"(?i)(layer|rms)_?norm|L2Norm"
+        NORM, r"(layer|rms)_?norm|GammaBeta|norm_(fwd|bwd|forward|backward)|rsqrt",
+        r"(?i)(layer|rms)_?norm|L2Norm|_Normalize",
     ),
     Rule(ROPE, r"rope|rotary", r"(?i)rope\b|rotary"),
-    Rule(ACTIVATION, r"silu|swiglu|gelu|geglu|glu_|relu", r"(?i)silu|swiglu|gelu|geglu|squared_?relu|aten::relu"),
-    Rule(DROPOUT, r"dropout", r"(?i)dropout"),
+    Rule(ACTIVATION, r"silu|glu_|gelu|relu|gated", r"(?i)silu|glu\b|gelu|_gated|squared_?relu|aten::relu"),
+    Rule(DROPOUT, r"dropout", r"(?i)dropout|_ScaleByMask"),
     Rule(EMBEDDING, r"embedding|index_?select", r"(?i)embedding|aten::(index_select|_?index_put)"),
     Rule(ATTENTION_FORWARD, r"\bsoftmax", r"aten::_?softmax"),  # plain attention's
     Rule(

@@ -71,6 +71,16 @@ def test_the_gap_is_the_step_less_the_limit():
     assert "step" in report.text() and report.as_dict()["step_ms"] == 1130.0
 
 
+def test_products_of_backward_that_cannot_be_told_apart_are_one_class():
+    cfg = config_of("one")
+    measured = {kinds.GEMM_FORWARD: 800.0, kinds.GEMM_OTHER: 1700.0}
+    report = roofline.report(cfg, cfg.vocab_size, CEILINGS, {"ms": measured, "step_ms": 2500.0})
+    rows = {row["class"]: row for row in report.rows()}
+    assert kinds.GEMM_WGRAD not in rows and rows["GEMM backward"]["measured_ms"] == 1700.0
+    backward = sum(report.limit[kind].ms for kind in (kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
+    assert rows["GEMM backward"]["limit_ms"] == pytest.approx(backward)
+
+
 @pytest.mark.parametrize(
     ("losses", "wrong"),
     [([3.0, 2.5], None), ([3.0, float("nan")], "not finite"), ([3.0, 3.0], "did not fall"), ([3.0, 1e-6], "learn")],
