@@ -1,8 +1,6 @@
 """What a run would be: its layout, parameters, memory, batches and schedule, computed from the settings alone.
 
-Torch-free. Parameter counts are exact; memory is an estimate of what the training step itself allocates, with the
-activations after Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", section 4
-(flash attention: their 34 s b h bytes per layer in 16 bits, without the quadratic term).
+Torch-free. Parameter counts are exact; memory: ``memory_estimate.py``.
 """
 
 from __future__ import annotations
@@ -18,9 +16,8 @@ from megatron.core import batch_schedule as batch_sizes
 from megatron.core import optimizer_param_scheduler as schedules
 from megatron.training.arguments import validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.memory_estimate import memory_rows
 from megatron.training.pipeline_report import pipeline_rows
-
-GIB = 2**30
 
 
 def padded_vocab_size(cfg: PretrainConfig, vocab_size: int) -> int:
@@ -69,37 +66,6 @@ def count_parameters(cfg: PretrainConfig, vocab_size: int) -> ParameterCount:
     )
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes per rank."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """Their sum; buffers of the allocator, of kernels and of the communication library come on top."""
-        return self.weights + self.gradients + self.optimizer + self.activations
-
-
-def estimate_memory(cfg: PretrainConfig, count: ParameterCount, vocab_size: int) -> MemoryEstimate:
-    """Bytes that one rank of a data-parallel run needs for a training step."""
-    low = cfg.fp16 or cfg.bf16
-    parameters = count.total
-    moments = {"adam": 8, "sgd": 4 if cfg.sgd_momentum else 0}.get(cfg.optimizer, 8)
-    tokens = cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size
-    per_token_and_layer = 34 * cfg.hidden_size * (1 if low else 2)
-    logits = tokens * padded_vocab_size(cfg, vocab_size) * (2 + 4 if low else 4 + 4)
-    return MemoryEstimate(
-        weights=parameters * (2 if low else 4),
-        gradients=parameters * (4 if cfg.accumulate_allreduce_grads_in_fp32 else 2),
-        optimizer=parameters * (moments + (4 if low else 0)),
-        activations=tokens * per_token_and_layer * cfg.num_layers + logits,
-    )
-
-
 def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
     """Vocabulary size and where it is from, without building the tokenizer; None where that would be needed."""
     if cfg.vocab_size is not None:
@@ -142,6 +108,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
         "layout": _layout(cfg),
         "pipeline": pipeline_rows(cfg, vocab_size_of(cfg)[0]),
         "model": _model(cfg),
+        "memory": memory_rows(cfg, vocab_size_of(cfg)[0] or 0),
         "batches": _batches(cfg),
         "schedule": _schedule(cfg),
     }
@@ -165,7 +132,6 @@ def _layout(cfg: PretrainConfig) -> Rows:
 
 
 def _model(cfg: PretrainConfig) -> Rows:
-    precision = "fp16" if cfg.fp16 else "bf16" if cfg.bf16 else "fp32"
     vocab_size, source = vocab_size_of(cfg)
     heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
     yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
@@ -176,12 +142,6 @@ def _model(cfg: PretrainConfig) -> Rows:
     count = count_parameters(cfg, vocab_size or 0)
     without = "" if vocab_size else " without the embedding"
     yield "parameters", f"{count.total:,}{without}, of which {count.per_layer:,} per layer"
-    memory = estimate_memory(cfg, count, vocab_size or 0)
-    for name in ("weights", "gradients", "optimizer", "activations", "total"):
-        yield (
-            f"GiB per rank, {name}",
-            f"{getattr(memory, name) / GIB:.2f}" + (f" ({precision})" if name == "weights" else ""),
-        )
 
 
 def _batches(cfg: PretrainConfig) -> Rows:

@@ -26,6 +26,7 @@ LAYERS = {
     "megatron.core.nccl_options": 1,
     "megatron.core.pipeline_layout": 1,
     "megatron.core.batch_schedule": 1,
+    "megatron.core.buffer_layout": 1,
     "megatron.core.timers": 1,
     "megatron.core.tokenizers": 1,
     "megatron.core.fusions": 1,

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.buffer_layout import chosen_bucket_size
 from megatron.core.distributed import reductions
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -60,12 +61,10 @@ class DistributedDataParallel(DataParallel):
 
     def _layout(self, trained: list[nn.Parameter], disable_bucketing: bool) -> BufferLayout:
         config, groups = self.ddp_config, self.groups
-        bucket_size = config.bucket_size
-        if config.num_buckets is not None:
-            bucket_size = -(-sum(parameter.numel() for parameter in trained) // config.num_buckets)
-        if bucket_size is None and config.overlap_grad_reduce:
-            bucket_size = max(40_000_000, 1_000_000 * groups.dp_cp.size)
-        bucket_size = None if disable_bucketing else bucket_size
+        bucket_size = None if disable_bucketing else chosen_bucket_size(
+            sum(parameter.numel() for parameter in trained), bucket_size=config.bucket_size,
+            num_buckets=config.num_buckets, overlap=config.overlap_grad_reduce, num_ranks=groups.dp_cp.size,
+        )  # fmt: skip
         pad = config.pad_buckets_for_high_nccl_busbw
         if not config.use_distributed_optimizer:
             return BufferLayout(groups.dp_cp, bucket_size=bucket_size, pad_for_bus=pad)

@@ -12,19 +12,16 @@ same order whatever overlaps with what.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.buffer_layout import bucket_alignment, cut_buffer
 from megatron.core.distributed.parameter_shard import ParameterShard
 from megatron.core.distributed.reductions import Finish, Reduction, all_gather, all_reduce, shard_of, waiting_for
 from megatron.core.process_groups import Group
-
-_ALIGNMENT = 64  # elements: every parameter's gradient starts on a 256-byte boundary in fp32
-_BUS_ALIGNMENT = 2**16  # elements: NCCL reaches its bandwidth with messages of whole powers of two
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,7 @@ class BufferLayout:
     @property
     def bucket_alignment(self) -> int:
         """Every bucket's size is a multiple of it."""
-        shards = _ALIGNMENT * (self.group.size if self.sharded else 1)
-        return math.lcm(shards, _BUS_ALIGNMENT) if self.pad_for_bus else shards
+        return bucket_alignment(self.group.size if self.sharded else 1, self.pad_for_bus)
 
 
 class Bucket:
@@ -130,15 +126,18 @@ class ParamAndGradBuffer:
     def __init__(self, parameters: Sequence[nn.Parameter], grad_dtype: torch.dtype, layout: BufferLayout) -> None:
         self.layout = layout
         self.parameters = list(reversed(parameters))
-        starts, boundaries, total = self._cut()
+        cut = cut_buffer(
+            [parameter.numel() for parameter in self.parameters], [layout.alone(each) for each in self.parameters],
+            layout.bucket_size, layout.bucket_alignment,
+        )  # fmt: skip
         like = self.parameters[0]
-        self.starts = dict(zip(self.parameters, starts))
-        self.grad_data = torch.zeros(total, dtype=grad_dtype, device=like.device)
-        self.param_data = torch.zeros(total, dtype=like.dtype, device=like.device) if layout.sharded else None
+        self.starts = dict(zip(self.parameters, cut.starts))
+        self.grad_data = torch.zeros(cut.total, dtype=grad_dtype, device=like.device)
+        self.param_data = torch.zeros(cut.total, dtype=like.dtype, device=like.device) if layout.sharded else None
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         first = 0
-        for last, (begin, end) in boundaries:
+        for last, begin, end in cut.buckets:
             weights = None if self.param_data is None else self.param_data[begin:end]
             self.buckets.append(Bucket(self.grad_data[begin:end], weights, self.parameters[first:last], layout))
             first = last
@@ -155,31 +154,6 @@ class ParamAndGradBuffer:
             view = self.param_data[place].view(parameter.shape)
             view.copy_(parameter)
             parameter.data = view
-
-    def _cut(self) -> tuple[list[int], list[tuple[int, tuple[int, int]]], int]:
-        """(start of each parameter, (one past a bucket's last parameter, its stretch) per bucket, total size)."""
-        starts: list[int] = []
-        boundaries: list[tuple[int, tuple[int, int]]] = []
-        cursor = begin = 0
-        layout = self.layout
-
-        def close(index: int) -> None:
-            nonlocal cursor, begin
-            cursor = -(-cursor // layout.bucket_alignment) * layout.bucket_alignment
-            boundaries.append((index, (begin, cursor)))
-            begin = cursor
-
-        for index, parameter in enumerate(self.parameters):
-            alone = layout.alone(parameter)
-            if alone and cursor > begin:
-                close(index)
-            starts.append(cursor)
-            cursor += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
-            if alone or (layout.bucket_size is not None and cursor - begin >= layout.bucket_size):
-                close(index + 1)
-        if cursor > begin or not boundaries:
-            close(len(self.parameters))
-        return starts, boundaries, cursor
 
     def shards(self) -> Iterable[ParameterShard]:
         """What this rank updates, in the order of memory."""

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.cli import ConfigError
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
-from megatron.training.dry_run import count_parameters, dry_run_report, estimate_memory, preflight, vocab_size_of
+from megatron.training.dry_run import count_parameters, dry_run_report, preflight, vocab_size_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -44,19 +44,11 @@ def test_report_names_layout_batches_and_schedule():
         "from sample 0              8 sequences = 2 x 2 ranks x 2 micro-batches, 256 tokens",
         "from sample 32             16 sequences",
         "100 (--vocab-size), padded to 128",
-        "GiB per rank, total",
+        "GiB per rank",
         "evaluation                 100 batches of 16, only after training",
         "linear, 0 -> 0.001 -> 0",
     ):
         assert part in report, report
-
-
-def test_memory_of_mixed_precision_adam_is_18_bytes_per_parameter():
-    cfg = settings("--bf16")
-    count = count_parameters(cfg, 100)
-    memory = estimate_memory(cfg, count, 100)
-    assert memory.weights + memory.gradients + memory.optimizer == 18 * count.total
-    assert memory.total > 18 * count.total
 
 
 def test_vocabulary_is_counted_from_files(tmp_path):
