@@ -65,6 +65,11 @@ class ParallelismConfig:
     gradient_accumulation_fusion: bool = True
     """Do not let weight-gradient products add into the main gradient themselves."""
 
+    cross_entropy_chunk_tokens: int | None = flag("--cross-entropy-chunk-tokens")
+    """Output layer and loss take this many tokens at a time, and the logits of all tokens never exist; backward
+    computes a chunk's logits again (a third more work in the output layer). 0: as many tokens as give 256 MiB of logits
+    per rank. Under --tp-comm-overlap the output layer's gathers are then not overlapped."""
+
     overlap_moe_expert_parallel_comm: bool = False
     """Hide the token exchange between expert-parallel ranks behind another micro-batch's computation."""
 
@@ -87,8 +92,7 @@ class PrecisionConfig:
     from rounding."""
 
     deterministic_mode: bool = False
-    """Only kernels that give the same bits every time; slower. Excludes --cross-entropy-loss-fusion and
-    --tp-comm-overlap."""
+    """Only kernels that give the same bits every time; slower. Excludes --tp-comm-overlap."""
 
 
 def dtype_of(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:

@@ -110,6 +110,10 @@ def probabilities_are_probabilities(cfg: PretrainConfig) -> Problems:
     yield from at_least(cfg, 0, "init_method_std", "embedding_init_method_std", "norm_epsilon")
 
 
+def chunks_hold_tokens(cfg: PretrainConfig) -> Problems:
+    yield from at_least(cfg, 0, "cross_entropy_chunk_tokens")
+
+
 def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
     if cfg.qk_layernorm and cfg.qk_l2_norm:
         yield problem(cfg, "qk_l2_norm", "contradicts --qk-layernorm", "choose one of the two")
@@ -137,9 +141,8 @@ def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
 
 
 def determinism_excludes_what_cannot_be(cfg: PretrainConfig) -> Problems:
-    for field in ("cross_entropy_loss_fusion", "tp_comm_overlap"):
-        if cfg.deterministic_mode and getattr(cfg, field):
-            yield problem(cfg, field, "has no deterministic form", "leave it or --deterministic-mode out")
+    if cfg.deterministic_mode and cfg.tp_comm_overlap:
+        yield problem(cfg, "tp_comm_overlap", "has no deterministic form", "leave it or --deterministic-mode out")
 
 
 def experts_fit_the_layout(cfg: PretrainConfig) -> Problems:
@@ -177,6 +180,7 @@ RULES: tuple[Rule, ...] = (
     one_activation_is_chosen,
     window_settings_belong_together,
     probabilities_are_probabilities,
+    chunks_hold_tokens,
     one_query_key_norm_is_chosen,
     one_precision_is_chosen,
     loss_scaling_is_for_fp16,

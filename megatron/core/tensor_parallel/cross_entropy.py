@@ -1,27 +1,36 @@
-"""Cross entropy of logits that are split along the vocabulary, in fp32, with one pass of exponentials.
+"""Cross entropy of logits that are split along the vocabulary; sums in fp32 (fp64 for fp64 logits).
 
     loss_t = log sum_v exp(x_tv) - x_t,label          dloss_t / dx_tv = softmax(x_t)_v - [v = label]
 
-Forward computes the gradient factor at once, in the logits' own dtype, and keeps only that: no fp32 copy of the logits
-outlives a block of rows, and nothing is recomputed in backward. Padded entries are left out of the sum and get a zero
-gradient.
+Forward reads the logits once and keeps three numbers per token of every rank's slice, which one all-gather exchanges.
+Backward reads the logits again and writes the gradient in their dtype, over the logits themselves where the caller says
+that nobody else needs them. The two passes over a slice: ``core/fusions/cross_entropy.py``.
 
 Legend: t tokens, v vocabulary entries of this rank.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.process_groups import SINGLE_PROCESS, Group
+from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
-_BLOCK_ELEMENTS = 1 << 19
-"""fp32 elements per block of rows on a CPU (2 MiB, second-level cache); a GPU takes larger ones."""
+
+class LocalLabels(NamedTuple):
+    """Labels as seen by one slice of the vocabulary."""
+
+    label_t: Tensor
+    """int64, counted from this rank's first entry; outside of [0, num_true) where another rank has it."""
+    num_true: int
+    """Entries of this rank's slice that exist; the others are padding."""
+    group: Group
 
 
 def vocab_parallel_cross_entropy(
@@ -37,9 +46,10 @@ def vocab_parallel_cross_entropy(
 
     ``vocab_parallel_logits`` [..., v]: this rank's slice of the vocabulary; ``target`` int64 [...]: global ids.
     ``vocab_size`` is the true vocabulary size, padded to a multiple of ``divisible_by``; without it all entries are
-    true. ``reuse_logits`` lets the gradient overwrite the logits' memory, for callers that hold the only reference.
-    ValueError for logits of another width than this rank's slice; IndexError for targets outside of the vocabulary (on
-    CPU; a device assertion on GPUs).
+    true. ``reuse_logits`` lets backward write the gradient over the logits, for callers that hold the only reference
+    (a second backward pass through them is then an error).
+    ValueError for logits of another width than this rank's slice, and for reusing a leaf, which is somebody's parameter
+    or input; IndexError for targets outside of the vocabulary (on CPU; a device assertion on GPUs).
     """
     group = group or SINGLE_PROCESS.tp
     local_size = vocab_parallel_logits.shape[-1]
@@ -56,73 +66,55 @@ def vocab_parallel_cross_entropy(
             f"padded to a "
             f"multiple of {divisible_by}; pass logits that are not gathered"
         )
+    if reuse_logits and vocab_parallel_logits.requires_grad and vocab_parallel_logits.is_leaf:
+        raise ValueError("reuse_logits: these logits are no result of a computation; leave it out")
+    labels = local_labels(target, local_size, vocab_size, group)
+    return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, labels, reuse_logits).view(target.shape)
+
+
+def local_labels(target: Tensor, local_size: int, vocab_size: int, group: Group) -> LocalLabels:
+    """Global ids ``target`` [...], for a slice of ``local_size`` entries of which the true ones end at ``vocab_size``.
+
+    IndexError for ids outside of the vocabulary (on CPU; a device assertion on GPUs).
+    """
     check_ids(target, vocab_size, "target ids")
-    return _VocabParallelCrossEntropy.apply(vocab_parallel_logits, target, vocab_size, group, reuse_logits)
+    label_t = (target - group.rank * local_size).reshape(-1).contiguous()
+    return LocalLabels(label_t, num_true_entries(vocab_size, local_size, group), group)
 
 
-def _sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+def losses_of(statistics: Tensor, labels: LocalLabels) -> tuple[Tensor, Softmax]:
+    """(losses [t], softmax) from the ``statistics`` [3, t] of every rank's slice; the same bits on all ranks."""
+    group = labels.group
+    maximum, total, label_logit = statistics.unbind(0)
     if group.size > 1:
-        dist.all_reduce(x, group=group.handle)
-    return x
-
-
-def _max_over_ranks(x: Tensor, group: Group) -> Tensor:
-    if group.size > 1:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
-    return x
+        slices = all_gather_along_first_dim(statistics, group).view(group.size, *statistics.shape)
+        maxima, totals, label_logits = slices.unbind(1)
+        maximum = maxima.amax(dim=0)
+        total = (totals * (maxima - maximum).exp()).sum(dim=0)
+        label_logit = label_logits.sum(dim=0)
+    # the difference of logits first: both may be huge, and the logarithm lost beside them
+    return total.log() - (label_logit - maximum), Softmax(maximum, total, labels.num_true)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, vocab_size: int, group: Group, reuse_logits: bool
-    ) -> Tensor:
-        local_size = logits.shape[-1]
-        true_size = num_true_entries(vocab_size, local_size, group)
-        logits_tv = logits.detach().reshape(-1, local_size)
-        local_target = (target - group.rank * local_size).reshape(-1)
-        gradient = logits_tv if reuse_logits else torch.empty_like(logits_tv)
-        gradient[:, true_size:] = 0
-        compute_dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        loss = torch.empty(len(logits_tv), dtype=compute_dtype, device=logits.device)
-        rows = max(1, _BLOCK_ELEMENTS * (64 if logits.is_cuda else 1) // max(1, true_size))
-        for first in range(0, len(loss), rows):
-            block = slice(first, first + rows)
-            loss[block] = _loss_and_gradient(
-                logits_tv[block, :true_size], local_target[block], gradient[block, :true_size], group, compute_dtype
-            )
-        ctx.save_for_backward(gradient.view(logits.shape))
-        ctx.reuse_logits = reuse_logits
-        return loss.view(target.shape)
+    def forward(ctx: Any, logits: Tensor, labels: LocalLabels, reuse_logits: bool) -> Tensor:
+        ctx.passes = cross_entropy_passes(logits.dtype, logits.device)
+        logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
+        loss_t, softmax = losses_of(ctx.passes.statistics(logits_tv, labels.label_t, labels.num_true), labels)
+        ctx.save_for_backward(logits, labels.label_t, softmax.maximum_t, softmax.total_t)
+        ctx.num_true, ctx.reuse_logits = labels.num_true, reuse_logits
+        return loss_t
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        scale = grad_loss.unsqueeze(-1).to(gradient.dtype)
-        # in place, autograd's version check makes a second backward an error instead of a wrong gradient
-        gradient = gradient.mul_(scale) if ctx.reuse_logits else gradient * scale
-        return gradient, None, None, None, None
-
-
-def _loss_and_gradient(
-    logits_tv: Tensor, target: Tensor, gradient_out: Tensor, group: Group, compute_dtype: torch.dtype
-) -> Tensor:
-    """Losses [t] of a block of rows; writes softmax - one_hot(target) into ``gradient_out`` [t, v]."""
-    if logits_tv.shape[1]:
-        maximum = logits_tv.amax(dim=-1, keepdim=True).to(compute_dtype)
-    else:
-        maximum = logits_tv.new_full((len(target), 1), -torch.inf, dtype=compute_dtype)
-    shifted = logits_tv.to(compute_dtype).sub(_max_over_ranks(maximum, group))
-    is_local = (target >= 0) & (target < logits_tv.shape[1])
-    index = target.masked_fill(~is_local, 0).unsqueeze(-1)
-    label_logit = torch.zeros_like(maximum)
-    if logits_tv.shape[1]:
-        label_logit = shifted.gather(-1, index).masked_fill_(~is_local.unsqueeze(-1), 0)
-    exponentials = shifted.exp_()
-    total = exponentials.sum(dim=-1, keepdim=True)
-    sums = _sum_over_ranks(torch.cat((total, label_logit), dim=-1), group)
-    softmax = exponentials.div_(sums[:, :1])
-    if logits_tv.shape[1]:
-        softmax.scatter_add_(-1, index, -is_local.unsqueeze(-1).to(compute_dtype))
-    gradient_out.copy_(softmax)
-    return sums[:, 0].log() - sums[:, 1]
+        logits, label_t, maximum_t, total_t = ctx.saved_tensors
+        logits_tv = logits.detach().contiguous().view(-1, logits.shape[-1])
+        gradient = logits_tv if ctx.reuse_logits else torch.empty_like(logits_tv)
+        ctx.passes.gradient(
+            logits_tv, label_t, Softmax(maximum_t, total_t, ctx.num_true), grad_loss.contiguous(), gradient
+        )
+        if ctx.reuse_logits:  # autograd's version check then makes a second backward an error, not a wrong gradient
+            torch.autograd.graph.increment_version(logits)
+        return gradient.view(logits.shape), None, None

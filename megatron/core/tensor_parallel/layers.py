@@ -27,7 +27,9 @@ from torch import Tensor, nn
 from megatron.core.notices import notice
 from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
+from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -271,6 +273,10 @@ class VocabParallelEmbedding(nn.Module):
 class VocabParallelOutput(nn.Module):
     """Hidden states [..., h] -> logits [..., v / tp], the weight (v, h) split along the vocabulary; no bias.
 
+    With labels, global ids int64 [...], the tokens' losses [...] instead (``cross_entropy.py``): only this layer ever
+    sees their logits, whose memory then becomes that of their gradient. With ``config.cross_entropy_chunk_tokens`` they
+    never exist all at once (``linear_cross_entropy.py``).
+
     With ``weight_is_shared`` the module owns no weight and is called with the embedding's. ``tied_to`` marks the weight
     of a later pipeline stage as a copy of the parameter of that name. Logits of padded entries are zero here; the loss
     never looks at them.
@@ -307,8 +313,25 @@ class VocabParallelOutput(nn.Module):
             config, groups, gather_input=gathers, reduce_input_gradient=not gathers, overlap=_overlaps(config, groups),
             weight_has_other_uses=weight_is_shared,
         )  # fmt: skip
+        self.divisible_by, self.chunk_tokens = divisible_by, config.cross_entropy_chunk_tokens
+        self._losses = self._losses_of_logits if self.chunk_tokens is None else self._losses_of_chunks
 
-    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
         assert weight is not None, "a shared output layer is called with the embedding's weight"
+        return self._logits(x, weight) if labels is None else self._losses(x, weight, labels)
+
+    def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         return parallel_linear(x, weight, None, self._traits, self.weight_gradient_store)
+
+    def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return vocab_parallel_cross_entropy(
+            self._logits(x, weight), labels, vocab_size=self.vocab_size, divisible_by=self.divisible_by,
+            group=self.group, reuse_logits=True,
+        )  # fmt: skip
+
+    def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(
+            x, weight, labels, vocab_size=self.vocab_size, traits=self._traits, chunk_tokens=self.chunk_tokens or 0,
+            store=self.weight_gradient_store,
+        )  # fmt: skip

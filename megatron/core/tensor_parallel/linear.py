@@ -77,7 +77,7 @@ class LinearTraits(NamedTuple):
     """Cut gathers and scatters into pieces that travel behind the products of other pieces."""
 
 
-class _Hidden(NamedTuple):
+class HiddenWeight(NamedTuple):
     """A weight that autograd does not see."""
 
     weight: Tensor
@@ -87,18 +87,23 @@ def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: WeightGradientStore | None = None
 ) -> Tensor:
     """``x`` [..., i] times ``weight`` [o, i] plus ``bias`` [o]."""
-    if store is None or traits.weight_has_other_uses or not (x.requires_grad and weight.requires_grad):
+    if not is_deferred(x, weight, traits, store):
         return _ParallelLinear.apply(x, weight, bias, traits, None)
-    return _ParallelLinear.apply(x, _Hidden(weight), bias, traits, store)
+    return _ParallelLinear.apply(x, HiddenWeight(weight), bias, traits, store)
+
+
+def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
+    """Whether the gradient of ``weight`` goes to ``store``."""
+    return store is not None and not traits.weight_has_other_uses and x.requires_grad and weight.requires_grad
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | _Hidden, bias: Tensor | None, traits: LinearTraits,
+        ctx: Any, x: Tensor, weight: Tensor | HiddenWeight, bias: Tensor | None, traits: LinearTraits,
         store: WeightGradientStore | None,
     ) -> Tensor:  # fmt: skip
-        weight = weight.weight if isinstance(weight, _Hidden) else weight
+        weight = weight.weight if isinstance(weight, HiddenWeight) else weight
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
         ctx.parameter = None if store is None else weight  # recomputation gives back saved tensors as mere copies
@@ -146,7 +151,11 @@ def _start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], obj
 
 def _start_input_gradient(grad: Tensor, weight: Tensor, traits: LinearTraits) -> tuple[Tensor, Callable[[], object]]:
     """dX, complete once the returned function was called."""
-    grad_x = grad.matmul(weight)
+    return start_sum_of_input_gradient(grad.matmul(weight), traits)
+
+
+def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> tuple[Tensor, Callable[[], object]]:
+    """Of this rank's share of dX, all ranks' sum (of its positions), complete once the returned function was called."""
     if traits.gather_input:
         part = grad_x.new_empty((grad_x.shape[0] // traits.group.size, *grad_x.shape[1:]))
         work = dist.reduce_scatter_tensor(part, grad_x, group=traits.group.handle, async_op=True)
@@ -159,10 +168,20 @@ def _start_input_gradient(grad: Tensor, weight: Tensor, traits: LinearTraits) ->
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
     """dW, or what stands for it once it is in ``main_grad``."""
     grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-    main_grad = getattr(weight, "main_grad", None) if traits.fuse_weight_gradient else None
+    main_grad = fused_gradient(weight, traits)
     if main_grad is None:
         return grad_to.t().matmul(x_ti)
     accumulate_product(main_grad, grad_to.t(), x_ti)
+    return announce_fused_gradient(weight, traits)
+
+
+def fused_gradient(weight: Tensor, traits: LinearTraits) -> Tensor | None:
+    """Where products add dW by themselves; None if it goes through autograd."""
+    return getattr(weight, "main_grad", None) if traits.fuse_weight_gradient else None
+
+
+def announce_fused_gradient(weight: Tensor, traits: LinearTraits) -> Tensor | None:
+    """What stands for dW once it is in ``main_grad``."""
     if traits.weight_has_other_uses:
         return None  # the other uses' gradient arrives as usual, after this
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]

@@ -90,10 +90,11 @@ class NetworkSizeConfig:
     """No fused bias, dropout and residual addition."""
 
     cross_entropy_loss_fusion: bool = False
-    """Fused vocabulary-parallel cross entropy."""
+    """Fused vocabulary-parallel cross entropy: one read of the logits in forward, one read and write in backward, over
+    the logits. On GPUs it always is (except in float64); the flag is accepted for the sake of existing scripts."""
 
     cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Implementation of --cross-entropy-loss-fusion."""
+    """Implementation of --cross-entropy-loss-fusion: native are the kernels of this library."""
 
     no_persist_layer_norm: bool = False
     """Do not use persistent LayerNorm kernels."""

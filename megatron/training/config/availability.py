@@ -49,7 +49,6 @@ NOT_YET: dict[str, NotYet] = {
         "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
         "overlap_cpu_optimizer_d2h_h2d",
     ),
-    **_each("cross entropy in float16 is", "fp16_lm_cross_entropy"),
     **_each("a second time limit is", "distributed_timeout_seconds_after_init"),
     **_each(
         "fully sharded data parallelism other than torch's is",
@@ -79,8 +78,7 @@ NOT_YET: dict[str, NotYet] = {
     "spec": NotYet("a layer specification of one's own is", lambda value: value not in (None, ["local"])),
     "optimizer": _only("adam", "sgd", what="this optimizer is"),
     "position_embedding_type": _only("learned_absolute", "rope", "yarn", "none", what="this position embedding is"),
-    "cross_entropy_loss_fusion": NotYet("fused cross entropy is"),
-    "cross_entropy_fusion_impl": NotYet("fused cross entropy is"),
+    "cross_entropy_fusion_impl": _only("native", what="the cross entropy of Transformer Engine is"),
     **_each(_BERT_T5, "decoder_num_layers decoder_seq_length bert_binary_head mask_prob short_seq_prob"),
     "tokenizer_type": NotYet(
         "this tokenizer is",
@@ -125,6 +123,8 @@ NO_EFFECT: dict[str, str] = {
     "bias_swiglu_fusion": "a fusion never changes results",
     "bias_dropout_fusion": "a fusion never changes results",
     "apply_rope_fusion": "a fusion never changes results",
+    "cross_entropy_loss_fusion": "GPUs always use the fused kernels, which never change results",
+    "fp16_lm_cross_entropy": "16-bit logits are never widened in memory",
     "pin_cpu_grads": "nothing is offloaded",
     "pin_cpu_params": "nothing is offloaded",
     "rerun_mode": "a NaN loss stops the run; steps are not run again",

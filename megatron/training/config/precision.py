@@ -31,4 +31,5 @@ class MixedPrecisionConfig:
     """Accumulate and reduce gradients in bfloat16: half the memory and traffic, coarser sums."""
 
     fp16_lm_cross_entropy: bool = False
-    """Compute the output layer's cross entropy in float16."""
+    """Cross entropy of float16 logits without a float32 copy of them. That is always so: logits are read as they are,
+    and summed in float32."""

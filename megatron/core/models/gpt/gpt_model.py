@@ -20,7 +20,6 @@ from megatron.core.pipeline_layout import pipeline_stages
 from megatron.core.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.rng import DropoutStream
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.dropout import DropoutCoordinates
@@ -204,14 +203,9 @@ class GPTModel(MegatronModule):
         weight = self.output_layer.weight
         if weight is None:
             weight = self.embedding.word_embeddings.weight
-        logits_sbv = self.output_layer(hidden_states, weight)
         if labels is not None:
-            losses_sb = vocab_parallel_cross_entropy(
-                logits_sbv, labels.transpose(0, 1), vocab_size=self.vocab_size, divisible_by=self.divisible_by,
-                group=self.groups.tp, reuse_logits=True,
-            )  # fmt: skip
-            return losses_sb.transpose(0, 1).contiguous()
-        return self._visible_logits(logits_sbv).transpose(0, 1).contiguous()
+            return self.output_layer(hidden_states, weight, labels.transpose(0, 1)).transpose(0, 1).contiguous()
+        return self._visible_logits(self.output_layer(hidden_states, weight)).transpose(0, 1).contiguous()
 
     def _visible_logits(self, logits: Tensor) -> Tensor:
         """Padded entries become -inf, so that no softmax or argmax over the logits sees them."""

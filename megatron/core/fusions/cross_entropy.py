@@ -1,0 +1,181 @@
+"""The two passes over logits that a cross entropy needs, each row on its own, of a slice of the vocabulary.
+
+    statistics   m_t = max_v x_tv        z_t = sum_v exp(x_tv - m_t)        y_t = x_t,label
+    gradient     dx_tv = (exp(x_tv - m_t) / z_t - [v = label]) g_t
+
+Statistics of slices are combined by the caller; the loss is log z - (y - m). The kernels read 16-bit logits once in
+either pass (sums online, in fp32; Milakov and Gimelshein 2018) and write the gradient once, over the logits where the
+caller allows it: no wider copy of the logits ever exists. A row is summed by one program in a fixed order, so that the
+same logits give the same bits. Entries beyond ``num_true`` are padding: in no sum, and with zero gradient.
+
+Legend: t tokens, v stored vocabulary entries of this slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 25
+"""Elements that plain torch widens at a time: 2 MiB in fp32, which a second-level cache holds; a GPU takes more."""
+
+_BLOCK, _NUM_WARPS = 8192, 8
+"""Logits that a program of the kernels holds at a time."""
+
+
+class Statistics(Protocol):
+    def __call__(self, logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
+        """[3, t] maxima, sums of exponentials and label logits, in fp32 (fp64 for fp64 logits).
+
+        ``label_t`` int64 counts from this slice's first entry; outside of [0, num_true) the label logit is 0. The last
+        dim of ``logits_tv`` is contiguous.
+        """
+
+
+class Gradient(Protocol):
+    def __call__(self, logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
+        """Writes the gradient into ``out_tv``, which may be ``logits_tv``; ``grad_t`` is that of the losses."""
+
+
+class Softmax(NamedTuple):
+    """What turns logits into probabilities: of the whole vocabulary, in the dtype of the statistics."""
+
+    maximum_t: Tensor
+    total_t: Tensor
+    num_true: int
+    """Entries of this slice that exist."""
+
+
+class CrossEntropyPasses(NamedTuple):
+    """An implementation of both passes."""
+
+    statistics: Statistics
+    gradient: Gradient
+
+
+def _blocks(logits_tv: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, their logits, memory for as many elements of ``dtype``), of rows that fit into a cache together."""
+    rows = max(1, (_GPU_BLOCK if logits_tv.is_cuda else _CPU_BLOCK) // max(1, logits_tv.shape[1]))
+    memory = torch.empty((min(rows, len(logits_tv)), logits_tv.shape[1]), dtype=dtype, device=logits_tv.device)
+    for first in range(0, len(logits_tv), rows):
+        block = logits_tv[first : first + rows]
+        yield slice(first, first + rows), block, memory[: len(block)]
+
+
+def _label_column(label_t: Tensor, num_true: int) -> tuple[Tensor, Tensor]:
+    """Labels [t, 1] with 0 in the place of those that are not here, and which ones are not [t, 1]."""
+    absent = ((label_t < 0) | (label_t >= num_true)).unsqueeze(-1)
+    return label_t.unsqueeze(-1).masked_fill(absent, 0), absent
+
+
+def statistics_reference(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
+    """Plain torch, a block of rows at a time."""
+    dtype = torch.float64 if logits_tv.dtype == torch.float64 else torch.float32
+    maximum, total, label_logit = result = torch.zeros((3, len(logits_tv), 1), dtype=dtype, device=logits_tv.device)
+    if num_true == 0:
+        maximum.fill_(-torch.inf)
+        return result.squeeze(-1)
+    logits_tv = logits_tv[:, :num_true]
+    label, absent = _label_column(label_t, num_true)
+    for rows, block, memory in _blocks(logits_tv, dtype):
+        maximum[rows] = block.amax(dim=-1, keepdim=True)
+        label_logit[rows] = block.gather(-1, label[rows])
+        total[rows] = torch.sub(block, maximum[rows], out=memory).exp_().sum(dim=-1, keepdim=True)
+    label_logit.masked_fill_(absent, 0)
+    return result.squeeze(-1)
+
+
+def gradient_reference(logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor) -> None:
+    """Plain torch, a block of rows at a time."""
+    num_true = softmax.num_true
+    out_tv[:, num_true:] = 0
+    if num_true == 0:
+        return
+    maximum, scale = softmax.maximum_t.unsqueeze(-1), (grad_t / softmax.total_t).unsqueeze(-1)
+    label, absent = _label_column(label_t, num_true)
+    grad_label = -grad_t.unsqueeze(-1).masked_fill(absent, 0)
+    for rows, block, memory in _blocks(logits_tv[:, :num_true], maximum.dtype):
+        out = out_tv[rows, :num_true]
+        result = out if out.dtype == memory.dtype else memory
+        torch.sub(block, maximum[rows], out=result).exp_().mul_(scale[rows])
+        out.copy_(result.scatter_add_(-1, label[rows], grad_label[rows]))
+
+
+PLAIN = CrossEntropyPasses(statistics_reference, gradient_reference)
+FUSED: CrossEntropyPasses | None = None
+
+
+if triton is not None:
+
+    @triton.jit
+    def _statistics_kernel(
+        logits, label, out, tokens, num_true, row_stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
+    ):
+        """One row: maximum and sum of exponentials online, and the label's logit."""
+        row = tl.program_id(0).to(tl.int64)
+        row_at = logits + row * row_stride
+        maximum = -3.0e38  # finite: a block of -inf must not make inf - inf
+        total = 0.0
+        for block in range(BLOCKS):
+            entry = block * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(row_at + entry, mask=entry < num_true, other=-float("inf")).to(tl.float32)
+            larger = tl.maximum(maximum, tl.max(x, axis=0))
+            total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(x - larger), axis=0)
+            maximum = larger
+        entry = tl.load(label + row)
+        is_here = (entry >= 0) & (entry < num_true)
+        tl.store(out + row, maximum)
+        tl.store(out + tokens + row, total)
+        tl.store(out + 2 * tokens + row, tl.load(row_at + entry, mask=is_here, other=0.0).to(tl.float32))
+
+    @triton.jit
+    def _gradient_kernel(
+        logits, label, maximum, total, grad, out, num_true, width, blocks, row_stride, out_stride, BLOCK: tl.constexpr
+    ):
+        """BLOCK entries of one row."""
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        entry = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        grad_row = tl.load(grad + row)
+        scale = grad_row / tl.load(total + row)
+        x = tl.load(logits + row * row_stride + entry, mask=entry < num_true, other=-float("inf")).to(tl.float32)
+        value = tl.exp(x - tl.load(maximum + row)) * scale
+        value = tl.where(entry == tl.load(label + row), value - grad_row, value)
+        value = tl.where(entry < num_true, value, 0.0)
+        tl.store(out + row * out_stride + entry, value.to(out.dtype.element_ty), mask=entry < width)
+
+    def _statistics_triton(logits_tv: Tensor, label_t: Tensor, num_true: int) -> Tensor:
+        tokens = len(logits_tv)
+        out = torch.empty((3, tokens), dtype=torch.float32, device=logits_tv.device)
+        if tokens:
+            _statistics_kernel[(tokens,)](
+                logits_tv, label_t, out, tokens, num_true, logits_tv.stride(0), BLOCKS=triton.cdiv(num_true, _BLOCK),
+                BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+        return out
+
+    def _gradient_triton(
+        logits_tv: Tensor, label_t: Tensor, softmax: Softmax, grad_t: Tensor, out_tv: Tensor
+    ) -> None:
+        tokens, width = logits_tv.shape
+        blocks = triton.cdiv(width, _BLOCK)
+        if tokens:
+            _gradient_kernel[(tokens * blocks,)](
+                logits_tv, label_t, softmax.maximum_t, softmax.total_t, grad_t, out_tv, softmax.num_true, width, blocks,
+                logits_tv.stride(0), out_tv.stride(0), BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            )  # fmt: skip
+
+    FUSED = CrossEntropyPasses(_statistics_triton, _gradient_triton)
+
+
+def cross_entropy_passes(dtype: torch.dtype, device: torch.device) -> CrossEntropyPasses:
+    """The implementation for logits of ``dtype`` on ``device``: the kernels on GPUs, except for float64."""
+    return PLAIN if FUSED is None or device.type != "cuda" or dtype == torch.float64 else FUSED

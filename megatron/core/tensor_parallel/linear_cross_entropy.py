@@ -1,0 +1,167 @@
+"""Output layer and cross entropy together, some tokens at a time: the logits of all tokens never exist.
+
+    loss_t = log sum_v exp(x_t w_v) - x_t w_label
+    dX = D W        dW = D^T X        D_tv = (softmax_tv - [v = label]) g_t
+
+Forward multiplies a chunk of tokens, keeps three numbers per token and forgets the logits. Backward multiplies the
+chunk again, turns its logits into D in place, and takes its share of dX and dW: four products in all instead of three.
+The peak falls by the logits (t v elements) less one chunk. One all-gather for all chunks exchanges the sums of the
+ranks' slices of the vocabulary.
+
+Gathers of X, sums of dX and where dW goes are those of ``linear.py``, with two differences: gathers are never cut into
+pieces (``LinearTraits.overlap``), and of a deferred weight gradient only the announcement waits, since D would have to
+be kept, or computed a third time, for the product to wait. dW is summed over chunks in the dtype of ``main_grad``, or
+in fp32.
+
+Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
+from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
+from megatron.core.tensor_parallel.linear import (
+    HiddenWeight,
+    LinearTraits,
+    WeightGradientStore,
+    accumulate_product,
+    announce_fused_gradient,
+    fused_gradient,
+    is_deferred,
+    start_sum_of_input_gradient,
+)
+from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
+
+CHUNK_BYTES = 256 << 20
+"""Of a chunk's logits on one rank, where the number of tokens is not given."""
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int,
+    traits: LinearTraits,
+    chunk_tokens: int = 0,
+    store: WeightGradientStore | None = None,
+) -> Tensor:
+    """Losses [s, b] in fp32 (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
+
+    ``x`` [s, b, h] is the same on all ranks of the group, or holds this rank's positions (``traits.gather_input``);
+    ``weight`` [v, h] is this rank's slice of a padded vocabulary whose true entries end at ``vocab_size``.
+    ``chunk_tokens`` 0: as many as ``CHUNK_BYTES`` hold. ValueError for a negative number of them; IndexError for
+    targets outside of the vocabulary (on CPU; a device assertion on GPUs).
+    """
+    if chunk_tokens < 0:
+        raise ValueError(f"cross_entropy_chunk_tokens {chunk_tokens} is negative; 0 chooses by memory")
+    labels = local_labels(target, len(weight), vocab_size, traits.group)
+    chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
+    deferred = is_deferred(x, weight, traits, store)
+    visible = HiddenWeight(weight) if deferred else weight
+    losses = _LinearCrossEntropy.apply(x, visible, labels, traits, chunk, store if deferred else None)
+    return losses.view(target.shape)
+
+
+def tokens_of_a_chunk(bytes_per_token: int) -> int:
+    """As many as ``CHUNK_BYTES`` hold, in whole tiles of a matrix product."""
+    tokens = max(1, CHUNK_BYTES // bytes_per_token)
+    return tokens // 128 * 128 or tokens
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | HiddenWeight, labels: LocalLabels, traits: LinearTraits,
+        chunk_tokens: int, store: WeightGradientStore | None,
+    ) -> Tensor:  # fmt: skip
+        weight = weight.weight if isinstance(weight, HiddenWeight) else weight
+        ctx.passes = cross_entropy_passes(x.dtype, x.device)
+        x_th = _whole_input(x, traits)
+        statistics = []
+        for chunk, logits in _logits(x_th, weight, chunk_tokens):
+            statistics.append(ctx.passes.statistics(logits, labels.label_t[chunk], labels.num_true))
+        loss_t, softmax = losses_of(torch.cat(statistics, dim=1), labels)
+        ctx.save_for_backward(x, weight, labels.label_t, softmax.maximum_t, softmax.total_t)
+        ctx.num_true, ctx.traits, ctx.chunk_tokens, ctx.store = labels.num_true, traits, chunk_tokens, store
+        ctx.parameter = None if store is None else weight
+        return loss_t
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
+        traits, store = ctx.traits, ctx.store
+        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or store is not None
+        x_th = _whole_input(x, traits)
+        grad_x = torch.empty_like(x_th) if needs_x else None
+        total = _gradient_sum(weight, traits) if needs_weight else None
+        finish: Callable[[], object] | None = None
+        grad_t = grad_loss.contiguous()
+        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens):
+            softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
+            ctx.passes.gradient(logits, label_t[chunk], softmax, grad_t[chunk], out_tv=logits)
+            if grad_x is not None:
+                torch.mm(logits, weight, out=grad_x[chunk])
+                if chunk.stop >= len(x_th):  # behind the last product of dW
+                    whole = grad_x.view(-1, *x.shape[1:])
+                    grad_x, finish = start_sum_of_input_gradient(whole, traits)
+            if total is not None:
+                accumulate_product(total, logits.t(), x_th[chunk])
+        grad_weight = None
+        if total is not None:
+            grad_weight = _hand_over(total, ctx.parameter if store is not None else weight, traits, store)
+        if finish is not None:
+            finish()
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
+    """X [t, h] of all positions."""
+    whole = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
+    return whole.detach().reshape(-1, x.shape[-1])
+
+
+def _logits(x_th: Tensor, weight: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
+    """(tokens, their logits [c, v]), one chunk after the other in the same memory."""
+    memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
+    weight_hv = weight.detach().t()
+    for first in range(0, len(x_th), chunk_tokens):
+        x_ch = x_th[first : first + chunk_tokens]
+        yield slice(first, first + len(x_ch)), torch.mm(x_ch, weight_hv, out=memory[: len(x_ch)])
+
+
+def _gradient_sum(weight: Tensor, traits: LinearTraits) -> Tensor:
+    """What chunks add their share of dW to."""
+    main_grad = fused_gradient(weight, traits)
+    if main_grad is not None:
+        return main_grad
+    return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+@torch.no_grad()
+def _hand_over(total: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> Tensor | None:
+    """dW for autograd, or to the parameter later."""
+    if store is not None:
+        store.put(lambda: _complete(total, weight, traits))
+        return None
+    return _gradient(total, weight, traits)
+
+
+def _gradient(total: Tensor, weight: Tensor, traits: LinearTraits) -> Tensor | None:
+    if total is fused_gradient(weight, traits):
+        return announce_fused_gradient(weight, traits)
+    return total.to(weight.dtype)
+
+
+@torch.no_grad()
+def _complete(total: Tensor, weight: Tensor, traits: LinearTraits) -> None:
+    """The deferred part: accumulates and runs the weight's hooks."""
+    weight.backward(_gradient(total, weight, traits))
