@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 pytestmark = pytest.mark.gpu
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "num_query_groups": 2}
+PLAIN_TORCH = {"bias_swiglu_fusion": False, "apply_rope_fusion": False, "no_persist_layer_norm": True}
 LENGTH, BATCH, VOCAB = 256, 2, 1000
 
 
@@ -57,7 +58,7 @@ def test_fused_kernels_equal_the_unfused_reference(backend, window, documents):
     bounds = torch.tensor([0, 100, 101, 256, 300, 512], dtype=torch.int32, device="cuda")
     packed = {"packed_seq_params": PackedSeqParams(cu_seqlens_q=bounds)} if documents else {}
     losses, gradients = losses_and_gradients(make_model(attention_backend=backend, window_size=window), **packed)
-    reference = make_model(dtype=torch.float32, attention_backend="unfused", window_size=window)
+    reference = make_model(dtype=torch.float32, attention_backend="unfused", window_size=window, **PLAIN_TORCH)
     exact_losses, exact_gradients = losses_and_gradients(reference, **packed)
     torch.testing.assert_close(losses, exact_losses, rtol=2e-2, atol=2e-2)
     assert (gradients - exact_gradients).norm() / exact_gradients.norm() < 0.02

@@ -21,7 +21,7 @@ VARIANTS = {
     "block": {**FULL, "recompute_method": "block"},
     "attention": {"recompute_granularity": "selective"},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "outputs": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]},
     "all parts": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp", "layernorm"]},
     "distributed": {**FULL, "recompute_method": "uniform", "distribute_saved_activations": True},
 }
@@ -79,7 +79,9 @@ def kept_bytes(groups, overrides):
 
 def test_less_is_kept(gloo_pool):
     variants = {
-        **{name: VARIANTS[name] for name in ("block", "mlp", "norms", "all parts")},
+        **{name: VARIANTS[name] for name in ("block", "mlp", "all parts")},
+        "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        "activations": {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]},
         "unfused": {"attention_backend": "unfused"},
         "unfused, attention": {"attention_backend": "unfused", **VARIANTS["attention"]},
         "uniform 1": {**VARIANTS["uniform"], "recompute_num_layers": 1},
@@ -91,6 +93,7 @@ def test_less_is_kept(gloo_pool):
     assert kept["uniform 4"] < kept["uniform 1"] < kept["block"] < everything
     assert kept["uniform 1"] <= 7 * stream  # four layers' inputs, the final norm's, its output
     assert everything - kept["norms"] == 8 * stream  # two outputs of each of four layers
+    assert everything - kept["activations"] == 4 * 8 * 2 * 64 * 8  # fc2's input, 64 wide, in each of four layers
     assert kept["all parts"] < kept["mlp"] < everything
     assert kept["unfused, attention"] < kept["unfused"]
 

@@ -1,0 +1,76 @@
+"""The activations' kernels equal their formulas, forward and backward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+
+from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
+from megatron.core.fusions.activations import activation_of, gated, quick_gelu, squared_relu, swiglu
+from tests.test_utils.kernels import assert_equal_to_formula, filled
+from tests.unit_tests.core.fusions.test_fusions import choice
+
+KINDS = {
+    "swiglu": (GateTraits(1.0), F.silu),
+    "swiglu, clamped": (GateTraits(1.0, 0.7, 1.0), F.silu),
+    "quick_geglu": (GateTraits(1.702, None, 1.0), quick_gelu),
+    "quick_geglu, clamped": (GateTraits(1.702, 7.0), quick_gelu),
+}
+
+
+def check(kind, shape, dtype):
+    traits, activation = KINDS[kind]
+    packed = filled(*shape[:-1], 2 * shape[-1], dtype=dtype)
+    if traits.clamp is not None:
+        packed.view(-1)[::3] = traits.clamp
+    assert_equal_to_formula(
+        lambda x: gated_triton(x, traits),
+        lambda x: gated(x, activation=activation, clamp=traits.clamp, offset=traits.offset),
+        [packed],
+        [filled(*shape, dtype=dtype, seed=1)],
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, shape, dtype",
+    [
+        ("swiglu", (2, 2050), torch.bfloat16), ("swiglu, clamped", (3, 2, 7), torch.float32),
+        ("quick_geglu", (3, 5), torch.float32), ("quick_geglu, clamped", (1, 2, 16), torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_gated_kernels_equal_the_formula(kind, shape, dtype):
+    check(kind, shape, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        ("swiglu", (8192, 1, 14336)), ("swiglu", (70001, 1, 64)), ("swiglu, clamped", (513, 3, 2731)),
+        ("quick_geglu", (1, 1, 1)), ("quick_geglu, clamped", (4096, 2, 2880)),
+    ],
+)  # fmt: skip
+def test_gated_kernels_equal_the_formula_at_real_sizes(kind, shape, dtype):
+    check(kind, shape, dtype)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [((3, 1001), torch.float32), ((5, 9), torch.bfloat16), pytest.param((4096, 2, 16384), torch.bfloat16,
+                                                                          marks=pytest.mark.gpu)],
+)  # fmt: skip
+def test_squared_relu_equals_the_formula(shape, dtype):
+    inputs, upstream = [filled(*shape, dtype=dtype)], [filled(*shape, dtype=dtype, seed=1)]
+    assert_equal_to_formula(squared_relu_triton, squared_relu, inputs, upstream)
+
+
+def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    bf16 = {"params_dtype": torch.bfloat16}
+    assert activation_of(choice(swiglu=True, **bf16)).plain is swiglu
+    assert activation_of(choice(swiglu=True, bias_swiglu_fusion=False, **bf16)) is swiglu
+    assert activation_of(choice(squared_relu=True, **bf16)).kernel is squared_relu_triton
+    assert activation_of(choice(squared_relu=True, bias_gelu_fusion=False, **bf16)) is squared_relu
+    assert activation_of(choice(swiglu=True)) is swiglu  # float64

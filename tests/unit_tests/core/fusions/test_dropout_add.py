@@ -1,0 +1,51 @@
+"""The kernel of dropout and residual addition draws the masks of ``core.rng``, in backward too."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
+from megatron.core.rng import DropoutStream
+from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
+
+STREAM, SITE = DropoutStream(7), ("layer", 3, "x")
+
+
+def mask_and_draw(shape, rate):
+    """Samples and positions beyond 32 and 16 bits."""
+    length, batch, width = shape
+    sample = torch.arange(batch) * ((3 << 32) + 0x9000_0001) + 5
+    position = torch.arange(length).flip(0) * 131_071
+    keep = STREAM.keep_mask(rate, SITE, sample[None, :, None], position[:, None, None], 0, range(width))
+    return keep, Draw(STREAM.key(SITE), sample.to(DEVICE), position.to(DEVICE), round(rate * 65536))
+
+
+def check(shape, dtype, rate, *, adds):
+    keep, draw = mask_and_draw(shape, rate)
+    scaled = keep.to(DEVICE) / (1 - STREAM.exact_rate(rate))
+    ones = torch.ones(shape, device=DEVICE)
+    assert torch.equal(dropout_add_triton(ones, None, draw) != 0, keep.to(DEVICE)), "another mask"
+    inputs = [filled(*shape, dtype=dtype), *([filled(*shape, dtype=dtype, seed=1)] if adds else [])]
+    assert_equal_to_formula(
+        lambda x, residual=None: dropout_add_triton(x, residual, draw),
+        lambda x, residual=0.0: x * scaled + residual, inputs, [filled(*shape, dtype=dtype, seed=2)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, rate, adds",
+    [
+        ((3, 2, 5), torch.float32, 0.5, False), ((2, 3, 77), torch.bfloat16, 0.1, True),
+        ((1, 2, 2056), torch.float32, 0.9, True),
+    ],
+)  # fmt: skip
+def test_the_mask_and_the_sum_are_those_of_the_formula(shape, dtype, rate, adds):
+    check(shape, dtype, rate, adds=adds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape, rate", [((2048, 4, 4096), 0.1), ((255, 3, 1023), 0.5), ((70, 1000, 8), 1e-3)])
+def test_the_mask_and_the_sum_are_those_of_the_formula_at_real_sizes(shape, rate, dtype):
+    check(shape, dtype, rate, adds=True)

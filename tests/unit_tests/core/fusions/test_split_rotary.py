@@ -1,0 +1,69 @@
+"""Heads split from their projection and rotated in one kernel equal the formula, forward and backward."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from megatron.core.fusions.rope import rotary_reference
+from megatron.core.fusions.split_rotary import (
+    choose_split_rotary,
+    split_heads,
+    split_rotary_plain,
+    split_rotary_triton,
+)
+from tests.test_utils.kernels import assert_equal_to_formula, filled
+
+
+def exact(packed, cos, sin, interleaved):
+    query, key, value = split_heads(packed)
+    return rotary_reference(query, cos, sin, interleaved), rotary_reference(key, cos, sin, interleaved), value
+
+
+def check(shape, pairs, dtype, interleaved, function=split_rotary_triton):
+    """``shape``: s, b, g, p, d. Gradients come in another order of dims, as attention kernels return them."""
+    length, batch, groups, per_group, channels = shape
+    packed = filled(length, batch, groups, per_group + 2, channels, dtype=dtype)
+    angles = filled(length, 1, 1, pairs, dtype=torch.float64, seed=1).to("cuda" if torch.cuda.is_available() else "cpu")
+    tables = (angles.cos(), angles.sin())
+    upstream = [
+        filled(batch, heads * groups, length, channels, dtype=dtype, seed=2 + heads).permute(2, 0, 1, 3)
+        for heads in (per_group, 1, 1)
+    ]
+    assert_equal_to_formula(
+        lambda x: function(x, *(table.to(torch.float32) for table in tables), interleaved),
+        lambda x: exact(x, *tables, interleaved), [packed], upstream,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "shape, pairs, dtype",
+    [
+        ((3, 2, 2, 3, 12), 4, torch.float32), ((2, 1, 1, 1, 6), 3, torch.float32),
+        ((2, 2, 3, 4, 64), 32, torch.bfloat16),
+    ],
+)  # fmt: skip
+def test_the_kernel_equals_the_formula(shape, pairs, dtype, interleaved):
+    check(shape, pairs, dtype, interleaved)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "shape, pairs",
+    [((8192, 1, 8, 4, 128), 64), ((333, 3, 32, 1, 80), 20), ((129, 2, 1, 71, 64), 32), ((65, 1, 5, 2, 96), 48)],
+)
+def test_the_kernel_equals_the_formula_at_real_sizes(shape, pairs, dtype, interleaved):
+    check(shape, pairs, dtype, interleaved)
+
+
+def test_plain_torch_equals_the_formula():
+    check((5, 2, 2, 3, 12), 4, torch.float32, False, function=split_rotary_plain)
+
+
+def test_the_flag_chooses_plain_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_split_rotary(torch.bfloat16).kernel is split_rotary_triton
+    assert choose_split_rotary(torch.bfloat16, False) is split_rotary_plain
