@@ -187,7 +187,18 @@ FULLY_SHARDED = {
     "fsdp2-fp32": ("plain", f"--micro-batch-size 2 {FSDP}", 2, "fp32"),
 }
 
-TABLE = {**DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED}
+CHUNKS = "--cross-entropy-chunk-tokens 7"
+LOSS_IN_CHUNKS = {
+    "chunks-tp2-sp": ("llama", f"{TP2} {SP} {CHUNKS}", 2),
+    "chunks-cp2": ("gpt2", f"{CP2} {CHUNKS}", 2),
+    "chunks-pp2-zero-bubble": ("untied", f"{PP2} {ZB} {CHUNKS}", 2),
+    "chunks-fsdp2": ("untied", f"--micro-batch-size 2 {FSDP} {CHUNKS}", 2),
+}
+
+TABLE = {
+    **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
+    **LOSS_IN_CHUNKS,
+}  # fmt: skip
 
 
 def row(name):
