@@ -87,7 +87,8 @@ class AttentionConfig:
     """Rotate neighbouring channels (0, 1), (2, 3) ... instead of (0, d/2), (1, d/2 + 1) ..."""
 
     apply_rope_fusion: bool = flag("--no-rope-fusion", default=True)
-    """Do not use the fused rotary kernel."""
+    """Plain torch operations for the rotary embedding instead of one kernel that also splits queries, keys and
+    values."""
 
     yarn_original_max_position_embeddings: int | None = None
     """Context length that the model was trained with before YaRN stretches it."""

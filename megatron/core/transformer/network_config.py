@@ -81,13 +81,14 @@ class NetworkSizeConfig:
 
     bias_gelu_fusion: bool = True
     """No fused bias and GELU. Where there are biases, the fused form uses the tanh approximation of GELU; without it,
-    or without biases, GELU is exact."""
+    or without biases, GELU is exact. Squared ReLU then is plain torch operations instead of one kernel."""
 
     bias_swiglu_fusion: bool = True
-    """No fused bias and SwiGLU."""
+    """Plain torch operations for gated activations instead of one kernel on GPUs."""
 
     bias_dropout_fusion: bool = True
-    """No fused bias, dropout and residual addition."""
+    """Plain torch operations for dropout and residual addition instead of one kernel on GPUs; the masks are the
+    same."""
 
     cross_entropy_loss_fusion: bool = False
     """Fused vocabulary-parallel cross entropy: one read of the logits in forward, one read and write in backward, over
@@ -97,7 +98,7 @@ class NetworkSizeConfig:
     """Implementation of --cross-entropy-loss-fusion: native are the kernels of this library."""
 
     no_persist_layer_norm: bool = False
-    """Do not use persistent LayerNorm kernels."""
+    """Plain torch operations for norms instead of kernels that take the residual stream along."""
 
     calculate_per_token_loss: bool = False
     """Normalise by the number of valid tokens of the global batch. Here that is always the rule, whatever the layout;
