@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_suite.py --budget 570                   # what fits into 570 s, most important first
     python benchmarks/gpu_suite.py --only tests row:one row:one+te --budget 570
-    python benchmarks/gpu_suite.py --skip tests --budget 570      # with the same folder: what is done is not done again
+    python benchmarks/gpu_suite.py --skip tests --budget 570      # in the same folder: what is done is not done again
+    python benchmarks/gpu_suite.py --done EARLIER --budget 570    # nor what ended well in the folder of an earlier call
     python benchmarks/gpu_suite.py --min-gpus 4 --budget 570      # on four GPUs: only what needs them
     python benchmarks/gpu_suite.py --list
-    python benchmarks/gpu_suite.py --take FOLDER                  # later: results into benchmarks/results/, tables anew
+    python benchmarks/gpu_suite.py --take FOLDER ...              # later: results into benchmarks/results/, tables anew
 
 Results go to the folder $OUT, or --out: one JSON file per kind and suite.json, which says of every item how long it
 took, how it ended and what it printed last. An item is started only if its estimate still fits; one that runs longer is
@@ -66,9 +67,10 @@ def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
 
 
 ROW_ORDER = (
-    "one", "one-s4096", "gpt-345m", "one+te", "one+no-fusions", "one+precision-aware", "one+recompute-norms",
-    "one+ce-fusion", "one+cudnn", "one+deterministic", "dp4", "tp4-sp-overlap", "pp4-zero-bubble", "cp4-s32768",
-    "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp", "dp4-no-overlap", "dp2-tp2", "dp2-pp2", "tp2-pp2",
+    "one", "one-s4096", "gpt-345m", "gpt-345m+cuda-graph", "one+te", "one+no-fusions", "one+ce-chunks",
+    "one+precision-aware", "one+recompute-norms", "one+cudnn", "one+deterministic", "dp4", "tp4-sp-overlap",
+    "pp4-zero-bubble", "cp4-s32768", "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp", "dp4-no-overlap", "dp2-tp2",
+    "dp2-pp2", "tp2-pp2",
 )  # fmt: skip
 
 
@@ -191,13 +193,17 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what ended well before")
     parser.add_argument("--list", action="store_true", help="items with their estimates")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")))
-    parser.add_argument("--take", type=Path, metavar="FOLDER", help="put results into benchmarks/results/")
+    parser.add_argument("--done", type=Path, metavar="FOLDER", help="results of an earlier call, not to be repeated")
+    parser.add_argument("--take", type=Path, nargs="+", metavar="FOLDER", help="put results into benchmarks/results/")
     args = parser.parse_args()
     if args.take:
-        print("\n".join(take(args.take)))
+        print("\n".join(name for folder in args.take for name in take(folder)))
         return subprocess.call([sys.executable, str(ROOT / "benchmarks" / "tables.py")])
     plan = chosen(args.only, args.repeats) if args.only else items(args.repeats)
     plan = {name: item for name, item in plan.items() if name not in args.skip and item.gpus >= args.min_gpus}
+    if args.done:
+        earlier = json.loads((args.done / "suite.json").read_text(encoding="utf-8"))
+        plan = {name: item for name, item in plan.items() if earlier.get(name, {}).get("ended") != "ok"}
     if args.list:
         print("\n".join(f"{name:<28}{item.gpus} GPUs {item.seconds:5d} s" for name, item in plan.items()))
         print(f"rows take +variants: {', '.join(VARIANTS)}; rows: {', '.join(ROWS)}")

@@ -86,7 +86,7 @@ VARIANTS: dict[str, str] = {
         "--no-masked-softmax-fusion --no-gradient-accumulation-fusion"
     ),
     "no-wgrad-fusion": "--no-gradient-accumulation-fusion",
-    "ce-fusion": "--cross-entropy-loss-fusion",
+    "ce-chunks": "--cross-entropy-chunk-tokens 0",
     "recompute-norms": "--recompute-granularity selective --recompute-modules layernorm",
     "recompute-attention": "--recompute-granularity selective --recompute-modules core_attn",
     "recompute-mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
@@ -97,6 +97,7 @@ VARIANTS: dict[str, str] = {
     "te": "--transformer-impl transformer_engine",
     "flash": "--attention-backend flash",
     "cudnn": "--attention-backend fused",
+    "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",
     "timers": "--timing-log-level 2",

@@ -113,6 +113,18 @@ class Scopes:
                 self.by_thread.setdefault((event["pid"], event["tid"]), []).append(event)
         for own in self.by_thread.values():
             own.sort(key=lambda event: (event["ts"], -event["dur"]))
+        self.by_number = {
+            event["args"]["External id"]: event
+            for own in self.by_thread.values() for event in own if "External id" in event.get("args", {})
+        }  # fmt: skip
+
+    def place(self, work: Event, launch: Event | None) -> tuple[Any, float]:
+        """(thread, time) at which the host launched ``work``: where the call was, else the operator it belongs to."""
+        operator = self.by_number.get(work.get("args", {}).get("External id"))
+        for event in (launch, operator):
+            if event and (event["pid"], event["tid"]) in self.by_thread:
+                return (event["pid"], event["tid"]), event["ts"]
+        return None, 0.0
 
     def stacks(self, queries: Sequence[tuple[Any, float]]) -> list[list[Event]]:
         """For each (thread, time): the open events, outermost first."""
@@ -186,7 +198,7 @@ def device_spans(events: Sequence[Event], scopes: Scopes, weights: Collection[tu
     }
     launches = [launchers.get(event.get("args", {}).get("correlation")) for event in work]
     unknown = -math.inf if launchers else 0.0  # launched before the trace began: work of an earlier iteration
-    queries = [((each["pid"], each["tid"]), each["ts"]) if each else (None, 0.0) for each in launches]
+    queries = [scopes.place(event, launch) for event, launch in zip(work, launches)]
     spans = []
     for event, launch, (thread, _), stack in zip(work, launches, queries, scopes.stacks(queries)):
         scope = path_of(stack)

@@ -99,6 +99,14 @@ def test_a_trace_without_marks_is_one_step(two_steps):
     assert found.iteration is None and found.launches == 13
 
 
+def test_a_launch_from_an_unknown_thread_belongs_to_the_operator_of_its_number():
+    trace = Trace()
+    trace.host("aten::mm", 0, 5, thread=2, **{"Input Dims": [[8, 4], [4, 6]], "External id": 17})
+    trace.kernel("nvjet_tst_64x64", 10, 10, 2, thread=99)
+    trace.events[-1]["args"]["External id"] = 17
+    assert step_trace.profile(trace.events, WEIGHTS).ms[kinds.GEMM_FORWARD] == pytest.approx(0.01)
+
+
 def test_without_a_gpu_operators_stand_for_kernels(tmp_path):
     trace = Trace()
     trace.host("_RMSNorm", 0, 50)
