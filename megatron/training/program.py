@@ -100,6 +100,9 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int
             hook.on_train_start(info)
         try:
             return _train_and_evaluate(cfg, parts, exits)
+        except BaseException as error:
+            watchdog.failed(error)
+            raise
         finally:
             for hook in parts.hooks:
                 hook.on_train_end(parts.state)

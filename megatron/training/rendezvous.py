@@ -12,9 +12,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -51,6 +51,18 @@ class Place:
         )  # fmt: skip
 
 
+def _is_listening(place: Place, timeout: float) -> bool:
+    """Whether somebody accepts connections there; torch's own attempts end in pages of C++ frames."""
+    limit = time.monotonic() + timeout
+    while (left := limit - time.monotonic()) > 0:
+        try:
+            socket.create_connection((place.host, place.port), timeout=left).close()
+            return True
+        except OSError:
+            time.sleep(min(0.1, left))
+    return False
+
+
 @dataclass(frozen=True)
 class Arrival:
     """What a rank signs in with."""
@@ -58,6 +70,22 @@ class Arrival:
     host: str
     pid: int
     world_size: int
+    machine: str
+    """Equal where process ids mean the same processes: hosts may share a name, and containers a host."""
+
+    @classmethod
+    def of_this_process(cls, world_size: int) -> Arrival:
+        """What this process signs in with."""
+        return cls(socket.gethostname(), os.getpid(), world_size, machine_identity())
+
+
+def machine_identity() -> str:
+    """The running kernel and the process namespace; the host's name where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
 
 
 def open_store(place: Place, timeout: float) -> dist.Store:
@@ -67,54 +95,53 @@ def open_store(place: Place, timeout: float) -> dist.Store:
         OSError: nobody answers, or the port is in use; the message says who and what to do.
     """
     holds = place.rank == 0 and not place.agent_holds_store
+    where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
+    if not holds and not _is_listening(place, timeout):
+        missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
+        raise OSError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?")
     try:
         store = dist.TCPStore(
             place.host, place.port, None, is_master=holds, timeout=timedelta(seconds=timeout), wait_for_workers=False,
             multi_tenant=True,
         )  # fmt: skip
     except RuntimeError as error:
-        where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
-        if holds:
-            reason = str(error).splitlines()[0]
-            raise OSError(
-                f"{where}: rank 0 cannot listen there, another job may: choose another port ({reason})"
-            ) from None
-        missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
-        raise OSError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?") from None
+        reason = str(error).splitlines()[0]
+        advice = "rank 0 cannot listen there, another job may: choose another port" if holds else "no store is there"
+        raise OSError(f"{where}: {advice} ({reason})") from None
     return dist.PrefixStore(f"attempt-{place.attempt}", store)
 
 
-def roll_call(
-    store: dist.Store, place: Place, timeout: float, between: Callable[[], None] = lambda: None
-) -> list[Arrival]:
+def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
     """Signs in and waits until every rank has; everyone's sign-in by rank.
-
-    ``between`` runs in each round of waiting.
 
     Raises:
         OSError: after ``timeout`` seconds, naming the ranks that are missing.
         ValueError: a rank was started with another WORLD_SIZE.
     """
-    mine = Arrival(socket.gethostname(), os.getpid(), place.world_size)
-    store.set(f"arrival/{place.rank}", json.dumps(asdict(mine)))
+    store.set(f"arrival/{place.rank}", json.dumps(asdict(Arrival.of_this_process(place.world_size))))
+    keys = [f"arrival/{rank}" for rank in range(place.world_size)]
     begin = reminded = time.monotonic()
-    missing = list(range(place.world_size))
-    while missing := [rank for rank in missing if not store.check([f"arrival/{rank}"])]:
-        between()
+    while not store.check(keys):
         now = time.monotonic()
-        listed = ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
         if now - begin > timeout:
+            missing, listed = _missing(store, keys)
             raise OSError(
-                f"{len(missing)} of {place.world_size} ranks did not arrive within {timeout:g} s: {listed}. Look for"
+                f"{missing} of {place.world_size} ranks did not arrive within {timeout:g} s: {listed}. Look for"
                 " their errors, start all ranks, or raise --watchdog-timeout-seconds"
             )
         if now - reminded > REMIND_SECONDS:
             reminded = now
-            logger.warning("waiting for %d of %d ranks: %s", len(missing), place.world_size, listed)
+            logger.warning("waiting for %d more ranks: %s", *_missing(store, keys))
         time.sleep(0.05)
-    arrivals = [Arrival(**json.loads(store.get(f"arrival/{rank}"))) for rank in range(place.world_size)]
+    arrivals = [Arrival(**json.loads(store.get(key))) for key in keys]
     odd = [rank for rank, each in enumerate(arrivals) if each.world_size != place.world_size]
     if odd:
         other = arrivals[odd[0]].world_size
         raise ValueError(f"WORLD_SIZE is {place.world_size} on rank {place.rank} but {other} on rank {odd[0]}")
     return arrivals
+
+
+def _missing(store: dist.Store, keys: list[str]) -> tuple[int, str]:
+    """How many ranks have not signed in, and the first of them."""
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return len(missing), ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")

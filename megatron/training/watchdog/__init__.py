@@ -1,0 +1,23 @@
+"""One rank's failure ends the whole run soon, loudly and with its reason first.
+
+A rank fails when it raises, when its process is gone (seen at once on the same host), when its heartbeat stops, or when
+its main thread makes no progress. The first failure is written once, by whoever sees it first, into the run's store;
+every other rank then writes the failing rank and its reason, then its own stacks, to stderr and
+``<save>/stacks/rank-N.txt``, and leaves with exit code 1. docs/failures.md lists what is detected, how fast, and what
+is written where.
+
+    progress     what the main thread is doing, and how long it may be silent
+    board        what the ranks tell each other: heartbeats, the first failure, answers to "where are you?"
+    neighbours   the processes of the other ranks on this host
+    monitor      the thread that publishes, reads the board, judges and ends the process
+    listener     the thread for what cannot wait for a round: SIGTERM, a neighbour's death, a store that does not answer
+    stacks       what is written at the end
+    watchdog     the context around a run that puts these together
+
+Everything in here ends a process by ``os._exit`` or a signal: a rank whose GPU is stuck in a collective of a dead peer
+would wait forever in the destructors of an ordinary exit.
+"""
+
+from megatron.training.watchdog.watchdog import Watchdog
+
+__all__ = ["Watchdog"]

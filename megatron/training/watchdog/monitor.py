@@ -1,0 +1,257 @@
+"""The thread that publishes this rank's heartbeat, reads the board, judges the others and ends the process.
+
+A thread cannot watch a process whose interpreter is locked or which is stopped: then the heartbeat ends, the others
+declare the failure, and a neighbour kills it. Where there is no neighbour, C code that the thread sets up in every
+round ends a locked process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.training.rendezvous import Arrival
+from megatron.training.watchdog.board import Answer, Board, Failure
+from megatron.training.watchdog.neighbours import Neighbours
+from megatron.training.watchdog.progress import Beat, Progress
+from megatron.training.watchdog.stacks import dump_if_locked, where_is, write_stacks
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 1
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds, all from --watchdog-timeout-seconds: a rank whose heart stops is gone everywhere within that time."""
+
+    heart: float
+    """Without a heartbeat, or without an answer of the store."""
+    interval: float
+    """Between rounds."""
+    grace: float
+    """For a rank that may be about to report the same problem itself, or to leave by itself."""
+
+    @classmethod
+    def of(cls, timeout: float) -> Limits:
+        return cls(heart=0.75 * timeout, interval=min(max(timeout / 20, 0.1), 3.0), grace=min(timeout / 10, 2.0))
+
+    @property
+    def spreading(self) -> float:
+        """Until every rank has read what was declared."""
+        return 2 * self.interval + self.grace
+
+
+class Monitor(threading.Thread):
+    """Rounds until the run ends or fails."""
+
+    def __init__(
+        self, board: Board, arrivals: Sequence[Arrival], progress: Progress, limits: Limits, *,
+        agent_holds_store: bool, folder: Path | None,
+    ) -> None:  # fmt: skip
+        super().__init__(name="watchdog", daemon=True)
+        self.board, self.rank, self.arrivals = board, board.rank, arrivals
+        self.progress, self.limits = progress, limits
+        self.neighbours = Neighbours(arrivals, board.rank)
+        self.store_holder = "the launcher" if agent_holds_store else f"rank 0 on {arrivals[0].host}"
+        self.stacks_path = None if folder is None else folder / f"rank-{board.rank}.txt"
+        self.main_thread = threading.main_thread().ident
+        self.wake = threading.Event()
+        """Set to have a round now."""
+        self.finishing = self.stopped = False
+        self.own_error = ""
+        """The traceback by which the main thread is leaving."""
+        self.round_began: float | None = None
+        self.ending = False
+        self._one_ends = threading.Lock()
+        self.rounds = 0
+        self._heard: dict[int, tuple[int, float]] = {}
+        self._store_lost: float | None = None
+
+    @property
+    def blocked(self) -> float:
+        """Seconds that the present round has waited for the store."""
+        began = self.round_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def finish(self) -> None:
+        """Nothing that happens to other ranks from now on is a failure."""
+        self.finishing = True
+        with contextlib.suppress(RuntimeError, OSError):
+            self.board.finish()
+
+    def stop(self) -> None:
+        """Ends the thread; called by the main thread."""
+        self.stopped = True
+        self.wake.set()
+        self.join(5.0)
+        faulthandler.cancel_dump_traceback_later()
+
+    def run(self) -> None:
+        last = time.monotonic()
+        while not self.stopped:
+            self.wake.wait(self.limits.interval)
+            self.wake.clear()
+            if self.stopped:
+                return
+            self.round_began = now = time.monotonic()
+            if now - last > self.limits.heart / 2:  # this process itself stood still: judge nobody by old news
+                self._heard.clear()
+                self.progress.forgive(now - last)
+            last = now
+            self._attempt_round()
+            self.round_began = None
+
+    def _attempt_round(self) -> None:
+        try:
+            self._round()
+            self._store_lost = None
+        except (RuntimeError, OSError) as error:
+            now = time.monotonic()
+            self._store_lost = self._store_lost or now
+            self._store_is_gone(error, now - self._store_lost)
+        except Exception:
+            logger.exception("the watchdog made a mistake; training goes on")
+
+    def _round(self) -> None:
+        self.rounds += 1
+        self.board.publish(self.progress.beat(self.rounds))
+        # later than the others' judgement, so that they still name this rank and its reason
+        dump_if_locked(self.limits.heart + self.limits.spreading, leave=not self.neighbours.pids)
+        failure = self.board.failure()
+        if failure is not None:
+            self.board.acknowledge()
+            self.end(failure)
+        elif self.board.inquired():
+            self.board.answer(self._answer())
+        if failure is None and not self.finishing and (found := self._judge_everybody()) is not None:
+            self.board.declare(found)
+            self.wake.set()
+
+    # ---- judging
+
+    def _judge_everybody(self) -> Failure | None:
+        """Neighbours by their processes, and over hosts rank 0 everybody, everybody rank 0."""
+        for rank in self.neighbours.dead():
+            if not self.board.finished(rank):
+                return self._death(rank, self.board.beat(rank))
+        for rank in range(1, len(self.arrivals)) if self.rank == 0 else [0]:
+            if (found := self._judge(rank)) is not None:
+                return found
+        one = self.progress.beat()
+        return self._find_culprit() if self.rank == 0 and one.silence > one.allowed else None
+
+    def _death(self, rank: int, beat: Beat | None) -> Failure:
+        words = "" if beat is None else f", {beat.where}"
+        return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
+
+    def _judge(self, rank: int) -> Failure | None:
+        """A failure if ``rank``'s heart has stopped or its main thread is stuck."""
+        beat = self.board.beat(rank)
+        if beat is None or self.board.finished(rank):
+            return None
+        now = time.monotonic()
+        count, since = self._heard.get(rank, (-1, now))
+        if beat.count != count:
+            self._heard[rank] = (beat.count, now)
+        elif now - since > self.limits.heart:
+            place = self.arrivals[rank]
+            reason = f"{beat.where}: process {place.pid} on {place.host} is stopped, locked or out of reach"
+            return Failure(rank, f"{reason}: no sign of life for {now - since:.0f} s")
+        return self._find_culprit() if beat.silence > beat.allowed else None
+
+    def _find_culprit(self) -> Failure:
+        """Somebody makes no progress: whoever got least far, and of these one that does not wait in a collective."""
+        self.board.inquire()
+        self.board.answer(self._answer())
+        limit = time.monotonic() + self.limits.spreading
+        while time.monotonic() < limit and not self.board.all_answered():
+            time.sleep(0.05)
+        beats, answers = self.board.beats(), self.board.answers()
+
+        def order(rank: int) -> tuple[bool, int, bool, bool, int, float]:
+            beat, waits = beats[rank], rank in answers and answers[rank].waits
+            return rank in answers, beat.iteration, not beat.waits_for_data, waits, beat.ticks, -beat.silence
+
+        rank = min(beats, key=order)
+        silent = "" if rank in answers else "; it answers nothing"
+        stack = answers[rank].stack if rank in answers else ""
+        return Failure(rank, f"{beats[rank].where}: no progress for {beats[rank].silence:.0f} s{silent}", stack)
+
+    def _answer(self) -> Answer:
+        if self.own_error:  # the main thread has left the collective that failed
+            return Answer(True, self.own_error)
+        return where_is(self.main_thread)
+
+    # ---- the main thread is leaving by an error
+
+    def main_thread_raised(self, reason: str, trace: str, *, consequence: bool) -> None:
+        """Called by the main thread. Tells the others and waits until they know, since this process may hold the store.
+
+        If the error may only say that another rank is gone (``consequence``), that rank gets the time to be found; if
+        none is, whoever got least far is named. Where another rank failed first, the process ends in here.
+        """
+        self.own_error = trace
+        if consequence:
+            self.progress.mark("lost another rank", long=True)
+            self._wait(self.limits.heart + self.limits.spreading, lambda: self.board.failure() is not None)
+        with contextlib.suppress(RuntimeError, OSError):
+            if self.board.failure() is None:
+                self.board.declare(self._find_culprit() if consequence else Failure(self.rank, reason, trace))
+            self.wake.set()
+            first = self.board.failure()
+            if first is not None and first.rank != self.rank:
+                self._wait(self.limits.heart, lambda: False)
+        self._wait(self.limits.spreading, self.board.others_know)
+
+    def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
+        limit = time.monotonic() + seconds
+        with contextlib.suppress(RuntimeError, OSError):
+            while time.monotonic() < limit and not condition():
+                time.sleep(0.05)
+
+    # ---- the end
+
+    def store_is_silent(self, reason: str) -> Failure:
+        """Without the store nobody can be heard: its holder is gone, and with it the run."""
+        for rank in self.neighbours.dead():
+            return self._death(rank, None)
+        return Failure(None, f"{self.store_holder} holds it and is gone or out of reach ({reason})")
+
+    def _store_is_gone(self, error: Exception, seconds: float) -> None:
+        holder_died = bool(self.neighbours.dead())
+        if not self.finishing and (holder_died or seconds > max(self.limits.grace, self.limits.heart / 3)):
+            self.end(self.store_is_silent(str(error).splitlines()[0]))
+
+    def end(self, failure: Failure) -> None:
+        """Says what happened and leaves; a rank that fails by itself says it in its own words. Called by any thread."""
+        self.ending = True
+        self._wait(self.limits.grace, lambda: self.stopped or bool(self.own_error))
+        if self.stopped or failure.rank == self.rank and self.own_error:
+            self.ending = False
+            return
+        with self._one_ends:
+            write_stacks(self._report(failure), self.stacks_path)
+            if failure.rank in self.neighbours:
+                assert failure.rank is not None
+                self.neighbours.end(failure.rank, self.limits.spreading)
+            for child in multiprocessing.active_children():  # of a data loader, which may hang itself
+                child.kill()
+            os._exit(EXIT_CODE)
+
+    def _report(self, failure: Failure) -> str:
+        own = failure.rank == self.rank
+        head = f"watchdog: {failure}\n"
+        if failure.detail and (own or self.neighbours.is_first):
+            head += failure.detail.rstrip() + "\n"
+        if self.own_error and not own:
+            head += f"watchdog: rank {self.rank} noticed it by this error:\n{self.own_error.rstrip()}\n"
+        return head + f"watchdog: rank {self.rank} stops at {self.progress.beat().where}; its Python stacks:\n"

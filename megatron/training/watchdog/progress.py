@@ -1,0 +1,146 @@
+"""What the main thread of a rank is doing, and how long it may be silent doing it.
+
+Progress is a call of the task's ``get_batch`` or ``forward_step``, or an event of the training loop. A silence may last
+--watchdog-timeout-seconds, or three times the longest silence of the run so far. Work of unknown length announces
+itself: before the first iteration nothing but death is looked for; the first iteration, the first micro-batch of an
+evaluation, checkpoints and the end of the run get nine tenths of --distributed-timeout-minutes, so that the watchdog,
+which knows the culprit, is always earlier than the time-out of the collective in which the others wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.tasks.base import Task
+from megatron.training.train_state import TrainState
+
+STARTING = "starting"
+DATA = "waiting for data"
+EVALUATION_DATA = "waiting for evaluation data"
+COMPUTING = "computing"
+EVALUATING = "evaluating"
+SHARE_OF_COLLECTIVE_TIMEOUT = 0.9
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's progress at one moment, as it publishes it."""
+
+    count: int
+    """Heartbeats so far: what must keep changing."""
+    iteration: int
+    """Iterations done."""
+    ticks: int
+    """Marks of progress so far."""
+    phase: str
+    silence: float
+    """Seconds since the last mark."""
+    allowed: float
+    """Seconds that this silence may last."""
+
+    @property
+    def where(self) -> str:
+        """``iteration 7, waiting for data``."""
+        if self.phase == STARTING:
+            return "before the first iteration"
+        return f"iteration {self.iteration + (self.phase in (DATA, COMPUTING, 'first iteration'))}, {self.phase}"
+
+    @property
+    def waits_for_data(self) -> bool:
+        return self.phase in (DATA, EVALUATION_DATA)
+
+
+class Progress:
+    """Written by the main thread, read by the watchdog's."""
+
+    def __init__(self, timeout: float, collective_timeout: float) -> None:
+        self.timeout = timeout
+        self.long_timeout = max(SHARE_OF_COLLECTIVE_TIMEOUT * collective_timeout, timeout)
+        self.phase, self.iteration, self.ticks = STARTING, 0, 0
+        self.allowed = float("inf")
+        self.ordinary = False
+        self.longest = 0.0
+        self.last = time.monotonic()
+
+    def mark(self, phase: str, *, long: bool = False) -> None:
+        """The main thread got here; ``long`` work follows."""
+        now = time.monotonic()
+        if self.ordinary:
+            self.longest = max(self.longest, now - self.last)
+        self.last, self.phase = now, phase
+        self.ticks += 1
+        self.ordinary = not long
+        self.allowed = max(self.long_timeout if long else self.timeout, 3 * self.longest)
+
+    def forgive(self, seconds: float) -> None:
+        """The whole process stood still that long: no fault of the main thread's."""
+        self.last += seconds
+
+    def beat(self, count: int = 0) -> Beat:
+        """This moment."""
+        return Beat(count, self.iteration, self.ticks, self.phase, time.monotonic() - self.last, self.allowed)
+
+
+class ProgressHook(Hook):
+    """Marks the events of the training loop."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.progress.iteration = run.state.iteration
+        self.progress.mark("first iteration", long=True)
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        self.progress.iteration = state.iteration
+        self.progress.mark("between iterations")
+
+    def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
+        self.progress.mark("after evaluation")
+
+    def on_save(self, state: TrainState) -> None:
+        self.progress.mark("saving a checkpoint", long=True)
+
+    def on_saved(self, state: TrainState) -> None:
+        self.progress.mark("after saving")
+
+    def on_train_end(self, state: TrainState) -> None:
+        self.progress.mark("closing files and logs", long=True)  # an upload may take its time
+
+
+def mark_task(task: Task, progress: Progress) -> None:
+    """Lets the task's ``get_batch`` and ``forward_step`` mark progress, on this object only."""
+    get_batch, forward_step = task.get_batch, task.forward_step
+    compiled = {"training": -1, "evaluation": -1}  # iteration that ran first: -1 none, later ones are ordinary
+
+    def unknown_length() -> bool:
+        """The first iteration, backward included, and the first forward pass without gradients may compile."""
+        if torch.is_grad_enabled():
+            return compiled["training"] in (-1, progress.iteration)
+        return compiled["evaluation"] == -1
+
+    def marked_get_batch(*args: Any, **kwargs: Any) -> Any:
+        training = torch.is_grad_enabled()
+        progress.mark(DATA if training else EVALUATION_DATA, long=unknown_length())
+        batch = get_batch(*args, **kwargs)
+        progress.mark(COMPUTING if training else EVALUATING, long=unknown_length())
+        return batch
+
+    def marked_forward_step(*args: Any, **kwargs: Any) -> Any:
+        kind, phase = ("training", COMPUTING) if torch.is_grad_enabled() else ("evaluation", EVALUATING)
+        progress.mark(phase, long=unknown_length())
+        result = forward_step(*args, **kwargs)
+        if compiled[kind] == -1:
+            compiled[kind] = progress.iteration
+        progress.mark(phase, long=unknown_length())
+        return result
+
+    task.get_batch = marked_get_batch  # type: ignore[method-assign]
+    task.forward_step = marked_forward_step  # type: ignore[method-assign]

@@ -1,0 +1,75 @@
+"""What a rank writes when a run fails, and what its stack says about the cause."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.training.watchdog.board import Answer
+
+COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+GPU_WAITS = (".wait(", "synchronize(", ".item(", ".tolist(", ".cpu(")
+CONSEQUENCES = ("gloo", "NCCL", "onnection closed by peer", "onnection reset by peer", "roken pipe")
+
+
+def standard_error() -> Any:
+    """A stderr with a file descriptor, even where sys.stderr was replaced."""
+    return sys.__stderr__ if sys.__stderr__ is not None else open(2, "w", closefd=False)
+
+
+def write_stacks(head: str, path: Path | None, *, also_stderr: bool = True) -> None:
+    """``head`` and the Python stacks of all threads, to stderr and to ``path``. Never raises: this is the end."""
+    with contextlib.ExitStack() as opened:
+        files = [standard_error()] if also_stderr else []
+        if path is not None:
+            with contextlib.suppress(OSError):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files.append(opened.enter_context(path.open("w", encoding="utf-8")))
+        for file in files:
+            with contextlib.suppress(OSError, ValueError):
+                file.write(head)
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.flush()
+
+
+def dump_if_locked(seconds: float, *, leave: bool) -> None:
+    """Unless called again within ``seconds``, C code writes the stacks to stderr and, if it shall, leaves the process.
+
+    It needs no interpreter: it runs while a call into C holds the interpreter's lock.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=leave, file=standard_error())
+
+
+def where_is(thread: int | None) -> Answer:
+    """The stack of a thread, and whether others are what it waits for."""
+    frame = sys._current_frames().get(thread or 0)
+    stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+    return Answer(waits_for_others(frame), stack)
+
+
+def waits_for_others(frame: FrameType | None) -> bool:
+    """Whether a stack is inside a collective, or ends in a wait for work that was started before."""
+    if frame is None:
+        return False
+    line = traceback.extract_stack(frame, limit=1)[0].line or ""
+    while frame is not None:
+        if frame.f_code.co_filename.replace(os.sep, "/").endswith(COLLECTIVES):
+            return True
+        frame = frame.f_back
+    return any(word in line for word in GPU_WAITS)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error may only say that another rank is gone: it comes from a collective or from the store."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in CONSEQUENCES)
+    )

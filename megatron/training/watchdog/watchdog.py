@@ -1,0 +1,106 @@
+"""The watchdog of one rank: a context around everything that a run does."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rendezvous import Place, open_store, roll_call
+from megatron.training.trainer import Components
+from megatron.training.watchdog.board import Board
+from megatron.training.watchdog.listener import Listener
+from megatron.training.watchdog.monitor import Limits, Monitor
+from megatron.training.watchdog.progress import Progress, ProgressHook, mark_task
+from megatron.training.watchdog.stacks import is_consequence, standard_error, write_stacks
+
+LEAVE_SECONDS = 30
+"""How long a rank that raised may take to leave: destructors of CUDA and NCCL may wait for a peer that is gone."""
+
+
+class Watchdog:
+    """Without a launcher of several ranks, or with --watchdog-timeout-seconds 0, it does nothing."""
+
+    def __init__(self, cfg: PretrainConfig) -> None:
+        self.timeout = cfg.watchdog_timeout_seconds
+        self.place = Place.from_environment() if self.timeout > 0 and not dist.is_initialized() else None
+        self.progress = Progress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
+        self.folder = None if cfg.save is None else Path(cfg.save) / "stacks"
+        self.catches_sigterm = not (cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM)
+        self.store: dist.Store | None = None
+        """For the process groups; None: torch finds its own."""
+        self._monitor: Monitor | None = None
+        self._listener: Listener | None = None
+
+    def __enter__(self) -> Watchdog:
+        if self.place is None:
+            return self
+        if not faulthandler.is_enabled():
+            faulthandler.enable(standard_error())  # a crash in native code shows where
+        patience = max(self.timeout, 1.0)
+        try:
+            self.store = dist.PrefixStore("groups", open_store(self.place, patience))
+            own = dist.PrefixStore("watchdog", open_store(self.place, patience))
+            arrivals = roll_call(own, self.place, patience)
+        except OSError as error:
+            self._write_why(str(error))
+            raise
+        self._monitor = Monitor(
+            Board(own, self.place.rank, len(arrivals)), arrivals, self.progress, Limits.of(self.timeout),
+            agent_holds_store=self.place.agent_holds_store, folder=self.folder,
+        )  # fmt: skip
+        self._listener = Listener(self._monitor)
+        if self.catches_sigterm:
+            self._listener.catch_sigterm()
+        self._monitor.start()
+        self._listener.start()
+        return self
+
+    def _write_why(self, reason: str) -> None:
+        """A rank is missing: the message goes to stderr by itself, the stacks where those of other failures are."""
+        if self.folder is not None and self.place is not None:
+            path = self.folder / f"rank-{self.place.rank}.txt"
+            write_stacks(f"watchdog: {reason}\n", path, also_stderr=False)
+
+    def watch(self, parts: Components) -> None:
+        """Counts the task's micro-batches and the events of the loop as progress."""
+        if self._monitor is not None:
+            mark_task(parts.task, self.progress)
+            parts.hooks = [ProgressHook(self.progress), *parts.hooks]
+
+    def failed(self, error: BaseException) -> None:
+        """The main thread is about to leave by ``error``: the others hear of it before files and logs are closed."""
+        if self._monitor is None or self._monitor.own_error or _is_success(error):
+            return
+        reason = f"{self.progress.beat().where}: {type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
+        signal.alarm(LEAVE_SECONDS + round(self.timeout))  # in case the store does not answer
+        self._monitor.main_thread_raised(reason, trace, consequence=is_consequence(error))
+        signal.alarm(LEAVE_SECONDS)
+
+    def finish(self) -> None:
+        """The run is complete: from here on, other ranks may leave at any time."""
+        if self._monitor is not None:
+            self._monitor.finish()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._monitor is None or self._listener is None:
+            return
+        if error is None or _is_success(error):
+            self._monitor.finish()
+        else:
+            self.failed(error)
+        self._monitor.stop()
+        self._listener.stop()
+        self._monitor.neighbours.close()
+
+
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and not error.code
