@@ -97,12 +97,13 @@ class Checkpointer:
         assert cfg.save is not None, "save() without --save"
         folder, iteration = cfg.save, state.iteration
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, cfg.ckpt_format)
+        live = None if self.optimizer is None or cfg.no_save_optim else self.optimizer.state_dict()
         try:
             from_first_rank(lambda: remove_leftovers(folder), world)
             writer.save(
-                self._tensors(optimizer=not cfg.no_save_optim, rng=not cfg.no_save_rng, rounded=True),
+                self._tensors(optimizer=live, rng=not cfg.no_save_rng, rounded=True),
                 get_checkpoint_name(folder, iteration),
-                objects=self._objects(state), assets=tokenizer_files(cfg), group=world, fault=self.fault,
+                objects=self._objects(state, live), assets=tokenizer_files(cfg), group=world, fault=self.fault,
             )  # fmt: skip
             self.fault("before_tracker")
             from_first_rank(lambda: self._finish(folder, iteration), world)
@@ -139,21 +140,24 @@ class Checkpointer:
             if old < iteration and old % retain:
                 delete_checkpoint(folder, old, self.fault)
 
-    def _tensors(self, *, optimizer: bool, rng: bool, rounded: bool = False) -> dict[str, ShardedTensor]:
+    def _tensors(
+        self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
+    ) -> dict[str, ShardedTensor]:
         """Everything that is stored as tensors, under global names; ``rounded`` as it is stored, else as it lives.
 
-        Weights come before the main parameters, of which they may be roundings in the same memory.
+        Weights come before the main parameters, of which they may be roundings in the same memory. ``optimizer``: its
+        state, if wanted.
         """
         tensors: dict[str, ShardedTensor] = {}
         for chunk in self.chunks:
             tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
-        if optimizer and self.optimizer is not None:
-            tensors |= self.optimizer.sharded_tensors(prefix="optimizer.")
+        if optimizer is not None and self.optimizer is not None:
+            tensors |= self.optimizer.sharded_tensors("optimizer.", optimizer)
         if rng:
             tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
         return tensors
 
-    def _objects(self, state: TrainState) -> dict[str, Any]:
+    def _objects(self, state: TrainState, optimizer: dict[str, Any] | None) -> dict[str, Any]:
         """Everything that is stored as JSON."""
         objects: dict[str, Any] = {
             "iteration": state.iteration,
@@ -162,9 +166,8 @@ class Checkpointer:
             "tokenizer": self.tokenizer,
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         }
-        if self.optimizer is not None and not self.cfg.no_save_optim:
-            live = self.optimizer.state_dict()
-            objects["optimizer"] = {"step": live["step"], "grad_scaler": live["grad_scaler"]}
+        if optimizer is not None:
+            objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
         if self.scheduler is not None:
             objects["scheduler"] = self.scheduler.state_dict()
         return objects
@@ -213,12 +216,12 @@ class Checkpointer:
         from_first_rank(lambda: self._check_objects(reader, found, weights_only), world)
         wants_optimizer = self.optimizer is not None and not weights_only and not cfg.no_load_optim
         wants_rng = not weights_only and not cfg.no_load_rng and self._same_world(reader)
-        tensors = self._tensors(optimizer=wants_optimizer, rng=wants_rng)
+        live = self.optimizer.state_dict() if self.optimizer is not None and wants_optimizer else None
+        tensors = self._tensors(optimizer=live, rng=wants_rng)
         ignored = [prefix for prefix, wanted in (("optimizer.", wants_optimizer), ("rng.", wants_rng)) if not wanted]
         load_from(reader, tensors, allow_unused=ignored, group=world)
-        if wants_optimizer:
-            assert self.optimizer is not None
-            self.optimizer.load_scalars(reader.objects["optimizer"])
+        if self.optimizer is not None and live is not None:
+            self.optimizer.load_state_dict({**live, **reader.objects["optimizer"]})
             if self.scheduler is not None and "scheduler" in reader.objects:
                 self.scheduler.load_state_dict(reader.objects["scheduler"])
         elif self.optimizer is not None:

@@ -90,13 +90,13 @@ def trace(
     """Trains ``steps`` steps on the ranks of ``groups``. The weights are the live ones: read them before going on."""
     parts = build_components(cfg, make_task(cfg), groups)
     gradients: list[ShardedTensor] = []
-    update = parts.optimizer.step
+    update = parts.optimizer.update
 
-    def noting_step() -> Any:
+    def noting_update(*arguments: Any) -> Any:
         gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
-        return update()
+        return update(*arguments)
 
-    parts.optimizer.step = noting_step
+    parts.optimizer.update = noting_update
     with ExitConditions(cfg) as exits:
         trainer = Trainer(cfg, parts, exits)
         yield Trace(0, {}, None, [], weight_shards(parts))

@@ -38,19 +38,33 @@ class LossSums:
             self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(self.pairs)}
         return self
 
-    def share(self, group: Group) -> LossSums:
-        """From the last rank of the pipeline ``group``, which has the losses, to all of its ranks."""
+    def share(self, group: Group, names: list[str] | None = None) -> LossSums:
+        """From the last rank of the pipeline ``group``, which has the losses, to all of its ranks.
+
+        ``names``: of the losses, where they are known from an earlier call; otherwise the host waits for them.
+        """
         if group.size > 1:
             source = group.ranks[-1]
-            names = [list(self.pairs)]
-            dist.broadcast_object_list(names, src=source, group=group.handle, device=self.device)
+            names = self._agreed_names(group, names)
             mine = [self.num_tokens.reshape(1), *self.pairs.values()] if group.is_last else []
-            flat = torch.zeros(1 + 2 * len(names[0]), dtype=torch.float64, device=self.device)
+            flat = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=self.device)
             flat = torch.cat(mine) if group.is_last else flat
             dist.broadcast(flat, src=source, group=group.handle)
             self.num_tokens = flat[0]
-            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(names[0])}
+            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(names)}
         return self
+
+    def _agreed_names(self, group: Group, known: list[str] | None) -> list[str]:
+        if known is None:
+            names = [list(self.pairs)]
+            dist.broadcast_object_list(names, src=group.ranks[-1], group=group.handle, device=self.device)
+            return names[0]
+        if group.is_last and list(self.pairs) != known:
+            raise ValueError(
+                f"the logged losses were {known} and are now {list(self.pairs)}: under --pipeline-model-parallel-size"
+                " they must be the same in every iteration, as stages pass them on by their order"
+            )
+        return known
 
     def means(self) -> dict[str, Tensor]:
         """``name -> sum / count`` (0-d tensors); NaN where nothing counted."""

@@ -21,10 +21,18 @@ from megatron.core.process_groups import ProcessGroups
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalSet, Evaluator
-from megatron.training.exit_conditions import ExitConditions, ExitReason, every, is_eval_iteration, is_save_iteration
+from megatron.training.exit_conditions import (
+    ExitConditions,
+    ExitReason,
+    every,
+    is_eval_iteration,
+    is_log_iteration,
+    is_save_iteration,
+)
+from megatron.training.finite_check import FiniteCheck, named_by_origin
 from megatron.training.hooks.base import Hook
 from megatron.training.initialize import training_device
-from megatron.training.metrics import NonFiniteError, StepMetrics, check_finite
+from megatron.training.metrics import StepMetrics, check_finite
 from megatron.training.reduction import LossSums
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
@@ -59,6 +67,10 @@ class Trainer:
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
         self.device = training_device()
         self.flops_per_sample = parts.task.flops_per_sample()
+        self.finite = FiniteCheck(global_rank()) if cfg.check_for_nan_in_loss_and_grad and not cfg.fp16 else None
+        self.first_iteration = parts.state.iteration + 1
+        self.loss_names: list[str] | None = None
+        """As the last pipeline stage logs them; known after the first iteration."""
 
     def train(self) -> ExitReason:
         """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
@@ -67,6 +79,8 @@ class Trainer:
         self.lap()
         while reason is None:
             metrics = self.train_step()
+            if is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
+                self.read_checks()
             for hook in self.parts.hooks:
                 hook.on_step(self.state, metrics)
             if is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
@@ -94,37 +108,52 @@ class Trainer:
         metrics.elapsed = self.lap()
         return metrics
 
+    def read_checks(self) -> None:
+        """Whether all losses and gradients so far were finite; before anything that must not be done otherwise."""
+        if self.finite is not None:
+            self.finite.read()
+
     def lap(self) -> float:
         """Seconds since the last call: an iteration's time, if evaluation and saving end with a call too."""
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
 
     def _update(self, size: int) -> StepMetrics:
-        """Forward and backward over the micro-batches, the sum over ranks, the optimizer step."""
-        sums = self._forward_backward(size)
-        with self.timers("optimizer", log_level=1):
-            updated, grad_norm, num_zeros = self.parts.optimizer.step()
-        overflowed = self.parts.optimizer.found_nonfinite and not self.cfg.fp16  # fp16: the loss scale backs off
-        if overflowed and self.cfg.check_for_nan_in_loss_and_grad:
-            raise NonFiniteError(
-                f"iteration {self.state.iteration + 1} (samples from {self.state.consumed_train_samples} on): the"
-                " gradient norm is not finite though the loss is. The weights have not been updated. Lower --lr or"
-                " raise the warm-up; --no-check-for-nan-in-loss-and-grad skips such updates instead"
-            )
-        return StepMetrics(
-            losses=sums.means(),
-            num_tokens=sums.num_tokens,
-            learning_rate=0.0,
-            global_batch_size=size,
-            loss_scale=self.parts.optimizer.get_loss_scale(),
-            grad_norm=grad_norm,
-            num_zeros=num_zeros,
-            params_norm=self.parts.optimizer.params_norm() if self.cfg.log_params_norm else None,
-            skipped=not updated,
-        )
+        """Forward and backward over the micro-batches, the sum over ranks, the optimizer step.
 
-    def _forward_backward(self, size: int) -> LossSums:
-        """Gradients of the mean loss per valid token of the global batch, in ``main_grad``."""
+        The host waits for the device only with fp16, whose loss scale it keeps, and with
+        --no-check-for-nan-in-loss-and-grad, where it counts skipped iterations.
+        """
+        optimizer = self.parts.optimizer
+        local, sums = self._forward_backward(size)
+        metrics = StepMetrics(
+            losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size
+        )
+        losses = named_by_origin(local, sums.pairs)
+        if self.finite is None:
+            if self.cfg.check_for_nan_in_loss_and_grad:
+                check_finite(
+                    {name: pair[0] for name, pair in losses.items()}, iteration=self.state.iteration + 1,
+                    rank=global_rank(), consumed_samples=self.state.consumed_train_samples,
+                )  # fmt: skip
+            with self.timers("optimizer", log_level=1):
+                updated, metrics.grad_norm, metrics.num_zeros = optimizer.step()
+            metrics.skipped = not updated
+        else:
+            with self.timers("optimizer", log_level=1):
+                update = optimizer.update(self.finite.objection(sums.pairs))
+            metrics.void, metrics.grad_norm, metrics.num_zeros = update
+            self.finite.note(
+                self.state.iteration + 1, self.state.consumed_train_samples, losses, update.found_nonfinite
+            )
+            self.finite.read(keep=1)
+        metrics.loss_scale = optimizer.get_loss_scale()
+        metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.log_params_norm else None
+        return metrics
+
+    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums]:
+        """Gradients of the mean loss per valid token of the global batch, in ``main_grad``; this rank's losses and
+        those of all."""
         parts, cfg = self.parts, self.cfg
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
         for chunk in parts.model:
@@ -142,21 +171,9 @@ class Trainer:
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)
         finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
-        sums.share(parts.groups.pp).all_reduce(parts.groups.dp_cp)
-        if cfg.check_for_nan_in_loss_and_grad:
-            self._check_losses(local_losses, sums.pairs)
-        return sums
-
-    def _check_losses(self, local: dict[str, Tensor], everywhere: dict[str, Tensor]) -> None:
-        """Every rank stops in the same iteration; the rank whose own loss it is says so."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for losses, name in ((local, "{}"), (everywhere, "{} (of another rank)")):
-            check_finite(
-                {name.format(key): pair[0] for key, pair in losses.items()},
-                iteration=self.state.iteration + 1,
-                rank=rank,
-                consumed_samples=self.state.consumed_train_samples,
-            )
+        sums.share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
+        self.loss_names = list(sums.pairs)
+        return local_losses, sums
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """--iterations-to-skip: the data is consumed, the weights stay."""
@@ -182,6 +199,7 @@ class Trainer:
         sets = self.parts.valid_sets if sets is None else sets
         if not sets:
             return
+        self.read_checks()
         if self.cfg.manual_gc and self.cfg.manual_gc_eval:
             gc.collect()
         results = self.evaluator.evaluate(sets, name, final)
@@ -191,6 +209,7 @@ class Trainer:
 
     def save(self) -> None:
         """Writes a checkpoint of this moment, if --save says where."""
+        self.read_checks()
         if self.cfg.save is None:
             return
         for hook in self.parts.hooks:
@@ -217,3 +236,8 @@ class Trainer:
             gc.disable()
         if force or every(self.cfg.manual_gc_interval, self.state.iteration):
             gc.collect()
+
+
+def global_rank() -> int:
+    """This process, among all."""
+    return dist.get_rank() if dist.is_initialized() else 0

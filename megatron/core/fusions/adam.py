@@ -6,7 +6,7 @@
     p <- p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
 
 The kernel reads gradient, master and moments once and writes master, moments and the model's weight: with fp32
-gradients and moments and a split master 26 bytes per parameter, 18 with bf16 moments. Tensors lie anywhere; a table in
+gradients and moments and a split master 28 bytes per parameter, 20 with bf16 moments. Tensors lie anywhere; a table in
 device memory says where, so that all tensors of a parameter group and format take one launch. What depends on the
 gradients (c, whether to skip) and on the number of updates stays on the device: nobody waits for it.
 
@@ -78,8 +78,8 @@ if triton is not None:
     def _adam_kernel(
         table, chunks, scalars, lr, decay, beta1, rest1, beta2, rest2, eps,
         GRADIENT: tl.constexpr, WEIGHT: tl.constexpr, KEPT_BITS: tl.constexpr, FIRST: tl.constexpr,
-        SECOND: tl.constexpr, DECOUPLED: tl.constexpr, ALIGNMENT: tl.constexpr, FIELDS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        SECOND: tl.constexpr, DECOUPLED: tl.constexpr, AVOID_HALVES: tl.constexpr, ALIGNMENT: tl.constexpr,
+        FIELDS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """BLOCK elements of one tensor. KEPT_BITS: beside the weight; 0, 16 (the remainder) or 32 (the master).
         ALIGNMENT: bytes that divide all addresses and elements that divide all sizes, for wide accesses."""
@@ -120,12 +120,15 @@ if triton is not None:
         tl.store(first_at, m.to(FIRST), mask=inside)
         tl.store(second_at, v.to(SECOND), mask=inside)
 
+        bits = p.to(tl.int32, bitcast=True)
+        if AVOID_HALVES:
+            bits -= ((bits & 0x1FFFF) == 0x8000).to(tl.int32)
         if KEPT_BITS == 16:
-            bits = p.to(tl.int32, bitcast=True)
             low = bits.to(tl.int16)
             tl.store(low_at, low, mask=inside)
             tl.store(high_at, ((bits >> 16) + (low < 0).to(tl.int32)).to(tl.int16), mask=inside)
         else:
+            p = bits.to(tl.float32, bitcast=True)
             tl.store(master_at, p, mask=inside)
             if KEPT_BITS == 32:
                 weight_at = tl.multiple_of(weight_address.to(tl.pointer_type(WEIGHT)), ALIGNMENT) + at
@@ -140,6 +143,7 @@ class _Format(NamedTuple):
     gradient: torch.dtype
     weight: torch.dtype
     kept_bits: int
+    avoids_halves: bool
     first: torch.dtype
     second: torch.dtype
     alignment: int
@@ -173,8 +177,9 @@ class TritonAdam:
                     table.rows, table.chunks, scalars, float(group.lr), float(group.weight_decay), step.beta1,
                     1.0 - step.beta1, step.beta2, 1.0 - step.beta2, step.eps, GRADIENT=_TRITON_TYPES[kind.gradient],
                     WEIGHT=_TRITON_TYPES[kind.weight], KEPT_BITS=kind.kept_bits, FIRST=_TRITON_TYPES[kind.first],
-                    SECOND=_TRITON_TYPES[kind.second], DECOUPLED=step.decoupled, ALIGNMENT=kind.alignment,
-                    FIELDS=_FIELDS, BLOCK=_BLOCK, num_warps=8,
+                    SECOND=_TRITON_TYPES[kind.second], DECOUPLED=step.decoupled,
+                    AVOID_HALVES=kind.avoids_halves, ALIGNMENT=kind.alignment, FIELDS=_FIELDS, BLOCK=_BLOCK,
+                    num_warps=8,
                 )  # fmt: skip
 
     def _current(self, index: int, tensors: Sequence[Updated]) -> list[_Table]:
@@ -216,7 +221,8 @@ def _format(each: Updated, row: tuple[int, ...]) -> _Format:
     assert all(part is None or part.is_contiguous() for part in parts), "the kernel runs over flat memory"
     kept_bits = 0 if kept is None else 8 * kept.element_size()
     alignment = 1 if any(number % 16 for number in row) else 16
-    return _Format(each.gradient.dtype, each.master.weight.dtype, kept_bits, first.dtype, second.dtype, alignment)
+    weight, avoids = each.master.weight.dtype, each.master.avoids_halves
+    return _Format(each.gradient.dtype, weight, kept_bits, avoids, first.dtype, second.dtype, alignment)
 
 
 def _to_device(table: Tensor, device: torch.device) -> Tensor:

@@ -6,9 +6,10 @@ than the weight's last bit, so the master is fp32: a copy (4 bytes), or for bf16
 
     fp32 = high * 2^16 + low        weight = high, one more where low >= 2^15;  remainder = low
 
-The weight is the master rounded to nearest with halves rounded up in magnitude. The usual rule, halves to even, cannot
-be undone: one value more would share a weight than 16 bits can tell apart. The two rules differ for one master in 2^17,
-exact halves, by the last bit of the bf16 weight; the master itself is the same number either way.
+That is rounding to nearest with halves up. bf16 weights are rounded to nearest with halves to even, which cannot be
+undone at halves that went down: one value too many would share a weight. So a master of a bf16 model is never such a
+half: where an update ends there (one time in 2^17), the master is the fp32 number below it, which differs by its last
+bit and gives the same weight. This holds for masters of every kind, which therefore take the same path bit for bit.
 
 Moments may be kept in bf16: they are widened, updated in fp32, and rounded to nearest.
 """
@@ -22,8 +23,18 @@ import torch
 from torch import Tensor
 
 
+def avoid_even_halves_(main: Tensor) -> Tensor:
+    """fp32 numbers halfway between two bf16 ones that would be rounded down become the next below, in place."""
+    bits = main.view(torch.int32)
+    bits.sub_(((bits & 0x1FFFF) == 0x8000).to(torch.int32))
+    return main
+
+
 def split_fp32(main: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 as (bf16, int16 remainder); :func:`join_fp32` undoes it for every bit pattern."""
+    """fp32 as (bf16, int16 remainder); :func:`join_fp32` undoes it for every bit pattern.
+
+    The first is ``main`` rounded to nearest, if :func:`avoid_even_halves_` has seen it.
+    """
     bits = main.contiguous().view(torch.int32)
     remainder = bits.to(torch.int16)  # the low half: conversion wraps
     high = (bits >> 16) - (remainder >> 15)  # one more where the low half is at least 2^15
@@ -45,6 +56,8 @@ class Master:
 
     kept_dtype: torch.dtype | None = None
     """Of ``kept``."""
+    avoids_halves = False
+    """Whether the model computes with it in bf16."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.detach()
@@ -58,7 +71,7 @@ class Master:
 
     @property
     def live(self) -> Tensor | None:
-        """A tensor that an update may write to; then :meth:`round`."""
+        """The exact value, where it lies in memory as one tensor."""
         return self.weight
 
     def read(self) -> Tensor:
@@ -66,22 +79,33 @@ class Master:
         return self.weight
 
     def write(self, value: Tensor) -> None:
-        """Sets the exact value, and with it the weight."""
+        """Sets the exact value, and with it the weight. ``value`` may be what :meth:`read` gave, changed in place."""
         if value is not self.weight:
             self.weight.copy_(value)
-
-    def round(self) -> None:
-        """The weight follows the exact value."""
 
     def refresh(self) -> None:
         """The weight was changed from outside: the exact value follows."""
 
 
+class Gathered(Master):
+    """fp32 memory that the model computes with in bf16, rounded by others (``fully_shard`` does as it gathers)."""
+
+    avoids_halves = True
+
+    def write(self, value: Tensor) -> None:
+        super().write(value)
+        avoid_even_halves_(self.weight)
+
+
 class Copy(Master):
-    """An fp32 copy of a half-precision weight, which is rounded to nearest, halves to even."""
+    """An fp32 copy of a half-precision weight."""
 
     kept_dtype = torch.float32
     kept: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight)
+        self.avoids_halves = weight.dtype == torch.bfloat16
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,10 +121,7 @@ class Copy(Master):
     def write(self, value: Tensor) -> None:
         if value is not self.kept:
             self.kept.copy_(value)
-        self.round()
-
-    def round(self) -> None:
-        self.weight.copy_(self.kept)
+        self.weight.copy_(avoid_even_halves_(self.kept) if self.avoids_halves else self.kept)
 
     def refresh(self) -> None:
         self.kept.copy_(self.weight)
@@ -111,6 +132,7 @@ class Remainder(Master):
 
     kept_dtype = torch.int16
     kept: Tensor
+    avoids_halves = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -124,12 +146,24 @@ class Remainder(Master):
         return join_fp32(self.weight, self.kept)
 
     def write(self, value: Tensor) -> None:
-        weight, remainder = split_fp32(value)
+        weight, remainder = split_fp32(avoid_even_halves_(value.to(torch.float32, copy=True)))
         self.weight.copy_(weight)
         self.kept.copy_(remainder)
 
     def refresh(self) -> None:
         self.kept.zero_()
+
+
+def master_of(values: Tensor, compute_dtype: torch.dtype, *, split: bool) -> Master:
+    """The master of a weight in the memory ``values``, with which the model computes in ``compute_dtype``.
+
+    ``split``: keep the rest of bf16 weights in 16 bits.
+    """
+    if values.dtype == torch.bfloat16 and split:
+        return Remainder(values)
+    if values.dtype in (torch.bfloat16, torch.float16):
+        return Copy(values)
+    return (Gathered if compute_dtype == torch.bfloat16 else Master)(values)
 
 
 class Updated(NamedTuple):

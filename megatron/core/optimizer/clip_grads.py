@@ -7,7 +7,7 @@ are not added up, unless each has a shard of its own (``shards``: the group of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from megatron.core import placement
 from megatron.core.process_groups import Group, ProcessGroups
 
 UNSHARDED = Group("unsharded")
+_BATCH = 1 << 28  # elements: 1 GB in fp32
 
 
 def is_counted_here(parameter: nn.Parameter, groups: ProcessGroups) -> bool:
@@ -33,26 +34,47 @@ def sum_over_model(value: Tensor, groups: ProcessGroups, shards: Group = UNSHARD
 
 
 def l2_norm(
-    tensors: Sequence[Tensor], device: torch.device, groups: ProcessGroups, shards: Group = UNSHARDED
+    tensors: Iterable[Tensor], device: torch.device, groups: ProcessGroups, shards: Group = UNSHARDED
 ) -> Tensor:  # fmt: skip
-    """L2 norm over all ``tensors`` of the model as an fp64 scalar on ``device``; the sum of squares is fp64."""
+    """L2 norm over all ``tensors`` of the model as an fp64 scalar on ``device``.
+
+    One pass over memory: a tensor's sum of squares in fp32 (fp64 for fp64), in an order that depends on its size alone;
+    theirs in fp64.
+    """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if tensors:
-        norms = torch._foreach_norm(list(tensors))
-        total = torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
+    norms = [norm.to(torch.float64) for batch in _batches(tensors) for norm in _norms(batch)]
+    if norms:
+        total = torch.stack(norms).square().sum()
     return sum_over_model(total, groups, shards).sqrt()
 
 
+def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of one dtype, cut so that tensors made for this (masters put together) do not exist all at once."""
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        if batch and (tensor.dtype != batch[0].dtype or sum(each.numel() for each in batch) > _BATCH):
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    dtype = None if tensors[0].dtype == torch.float64 else torch.float32
+    return torch._foreach_norm(tensors, 2, dtype=dtype)
+
+
 def count_zeros(
-    tensors: Sequence[Tensor], device: torch.device, groups: ProcessGroups, shards: Group = UNSHARDED
-) -> int:  # fmt: skip
-    """Number of elements that are exactly zero, over the model."""
+    tensors: Iterable[Tensor], device: torch.device, groups: ProcessGroups, shards: Group = UNSHARDED
+) -> Tensor:  # fmt: skip
+    """Number of elements that are exactly zero, over the model, as an int64 scalar on ``device``."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         total += tensor.numel() - torch.count_nonzero(tensor)
-    return int(sum_over_model(total, groups, shards).item())
+    return sum_over_model(total, groups, shards)
 
 
-def clip_coefficient(norm: float, max_norm: float) -> float:
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """The factor that brings a norm down to ``max_norm``: min(1, max_norm / (norm + 1e-6))."""
-    return min(1.0, max_norm / (norm + 1.0e-6))
+    return (max_norm / (norm + 1.0e-6)).clamp(max=1.0)

@@ -1,18 +1,21 @@
-"""The optimizer step: unscale, check, clip, update, copy back. The update itself is torch's own AdamW, Adam or SGD, on
-*main parameters*: the model's own where they are fp32 (or fp64), fp32 copies of them where the model computes in half
-precision. Gradients are read from ``parameter.main_grad`` (see ``core/distributed``), or ``parameter.grad`` without it.
+"""The optimizer step: measure, check, then clip, update and round in one pass (``update_rules``). Gradients are read
+from ``parameter.main_grad`` (see ``core/distributed``), or ``parameter.grad`` without it.
 
-Where data-parallel ranks share out the update (a distributed optimizer, fully sharded data parallelism), there is a
-main parameter for what this rank updates of each parameter: ``ParameterShard`` says what, nothing else differs.
+An update works on *masters* (``fusions/master_weights``): the model's own weights where they are fp32 (or fp64); fp32
+copies of them, or the 16 bits that they lack, where the model computes in half precision. Where data-parallel ranks
+share out the update (a distributed optimizer, fully sharded data parallelism), there is a master for what this rank
+updates of each parameter: ``ParameterShard`` says what, nothing else differs.
+
+The host need not wait for the device: whether a gradient was finite decides there whether anything changes, and
+:meth:`MegatronOptimizer.update` hands out tensors.
 
 State is known by global parameter names, so that it can be saved, compared and loaded without knowing any order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,20 +24,35 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, stret
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.parameter_shard import ParameterShard, whole
 from megatron.core.distributed.replicas import Replica
+from megatron.core.fusions.master_weights import Master, Updated, master_of
 from megatron.core.optimizer.clip_grads import UNSHARDED, clip_coefficient, count_zeros, is_counted_here, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, build_update_rule
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
 HALF = (torch.bfloat16, torch.float16)
+_SCALARS = ("step", "grad_scaler")
+_ALIGNMENT = 64  # elements: every tensor in a flat buffer starts on a 128-byte boundary in 16 bits
+
+
+class Update(NamedTuple):
+    """What one step found, 0-d tensors on the device."""
+
+    found_nonfinite: Tensor
+    """bool: a NaN, an infinity or the caller's objection; nothing has changed."""
+    grad_norm: Tensor
+    """fp64: L2 norm before clipping."""
+    num_zeros: Tensor | None
+    """int64: zeros in the gradients, if asked for."""
 
 
 class MegatronOptimizer:
     """Steps over every parameter of this rank's model chunks.
 
     Args:
-        config: optimizer kind, clipping, loss scale.
+        config: optimizer kind, clipping, loss scale, formats of the state.
         param_groups: as from ``parameter_groups``; their ``params`` are model parameters.
         model_chunks: whose gradient buffers ``zero_grad`` clears; wrapped for data parallelism, they say what this rank
             updates.
@@ -53,72 +71,87 @@ class MegatronOptimizer:
         self.model_params: dict[str, nn.Parameter] = {}
         self.shards: dict[str, ParameterShard] = {}
         """What this rank updates, by name of the parameter; one of which it updates nothing is absent."""
-        self.main_params: dict[str, nn.Parameter] = {}
-        parallel = [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
+        self.masters: dict[str, Master] = {}
+        """Their exact values."""
+        parallel = self._parallel_chunks()
         self.shard_group = parallel[0].shard_group if parallel else UNSHARDED
         """Ranks that together update every parameter."""
         cut = [shards for chunk in parallel if (shards := chunk.parameter_shards()) is not None]
         shards = {key: shard for each in cut for key, shard in each.items()} if cut else None
-        main_groups = [{**group, **self._adopt(group, shards)} for group in param_groups]
+        rates = {"lr": 0.0 if config.lr is None else config.lr, "weight_decay": config.weight_decay}
+        self.param_groups = [{**rates, **group, **self._adopt(group, shards)} for group in param_groups]
+        """A scheduler writes ``lr`` and ``weight_decay`` here."""
         if not self.model_params:
             raise ValueError("the model has no parameter to train")
-        self.optimizer = build_torch_optimizer(config, main_groups)
-        self._initialize_state()
-        self.found_nonfinite = False
-        """Whether the last step met a NaN or an infinity, and therefore changed nothing."""
+        self.rule = build_update_rule(config, list(self.masters.values()))
+        self._allocate()
+        self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
+        self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
 
     def _adopt(self, group: dict[str, Any], shards: dict[nn.Parameter, ParameterShard] | None) -> dict[str, Any]:
-        """The names and main parameters of what this rank updates of a group."""
-        names, mains = [], []
+        """The names and parameters of what this rank updates of a group."""
+        names = []
         for name, parameter in zip(group["names"], group["params"]):
             if name in self.model_params:
                 raise ValueError(f"two parameters are called {name}: state is kept by name")
             self.model_params[name] = parameter
             shard = whole(parameter) if shards is None else shards.get(parameter)
-            if shard is None:
-                continue
-            main: Any = parameter
-            if shard.values.dtype in HALF:
-                main = nn.Parameter(shard.values.detach().float())
-            elif shard.values is not parameter:
-                main = nn.Parameter(shard.values.detach())
-            self.shards[name], self.main_params[name] = shard, main
-            names.append(name)
-            mains.append(main)
-        return {"names": names, "params": mains}
+            if shard is not None:
+                self.shards[name] = shard
+                split = self.config.store_param_remainders
+                self.masters[name] = master_of(shard.values, shard.compute_dtype, split=split)
+                names.append(name)
+        return {"names": names, "params": [self.model_params[name] for name in names]}
 
-    def _initialize_state(self) -> None:
-        """Allocates moments now, so that memory use and state names do not depend on the first step."""
-        for group in self.optimizer.param_groups:
-            for main in group["params"]:
-                state = self.optimizer.state[main]
-                for key in self.moment_names:
-                    state[key] = torch.zeros_like(main, memory_format=torch.preserve_format)
-                if self.config.optimizer != "sgd":
-                    device = main.device if group["fused"] else "cpu"
-                    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        self.step_count = 0
-        """Updates made."""
+    @torch.no_grad()
+    def _allocate(self) -> None:
+        """All state, so that memory use and state names do not depend on the first step: a flat buffer per kind."""
+        masters = self.masters
+        kept = {name: master.kept_dtype for name, master in masters.items() if master.kept_dtype is not None}
+        for name, memory in self._flat(kept).items():
+            masters[name].kept = memory
+            masters[name].refresh()
+        self.moments: dict[str, dict[str, Tensor]] = {}
+        """Kind of moment, then name."""
+        for kind, dtype in self.rule.moment_dtypes.items():
+            wanted = {
+                name: dtype if master.dtype == torch.float32 else master.dtype for name, master in masters.items()
+            }
+            self.moments[kind] = self._flat(wanted)
 
-    @property
-    def moment_names(self) -> tuple[str, ...]:
-        """State tensors per parameter."""
-        if self.config.optimizer == "sgd":
-            return ("momentum_buffer",) if self.config.sgd_momentum else ()
-        return ("exp_avg", "exp_avg_sq")
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Live groups of the torch optimizer; a scheduler writes ``lr`` and ``weight_decay`` here."""
-        return self.optimizer.param_groups
+    def _flat(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+        """Zeros of the shapes of the masters called so, contiguous by dtype."""
+        views: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(dtypes.values()):
+            weights = {name: self.masters[name].weight for name in dtypes if dtypes[name] == dtype}
+            sizes = [-(-weight.numel() // _ALIGNMENT) * _ALIGNMENT for weight in weights.values()]
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+            for (name, weight), place in zip(weights.items(), flat.split(sizes)):
+                views[name] = place[: weight.numel()].view(weight.shape)
+        return views
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(iter(self.model_params.values())).device
 
-    def get_parameters(self) -> list[nn.Parameter]:
-        """The main parameters."""
+    @property
+    def main_params(self) -> dict[str, Tensor]:
+        """Exact values by name: live tensors, or copies of those that are kept in two parts."""
+        return {name: master.read() for name, master in self.masters.items()}
+
+    @property
+    def step_count(self) -> int:
+        """Updates made. Waits for the device."""
+        return int(self._steps.item())
+
+    @property
+    def found_nonfinite(self) -> bool:
+        """Whether the last step met a NaN or an infinity, and therefore changed nothing. Waits for the device."""
+        return bool(self._found_nonfinite.item())
+
+    def get_parameters(self) -> list[Tensor]:
+        """The exact values of what this rank updates."""
         return list(self.main_params.values())
 
     def get_loss_scale(self) -> float:
@@ -140,46 +173,68 @@ class MegatronOptimizer:
             else:
                 parameter.grad.zero_()
 
-    @torch.no_grad()
     def step(self) -> tuple[bool, float | None, int | None]:
         """(whether weights changed, gradient norm before clipping, zeros in the gradients if asked for).
 
         A NaN or infinite gradient anywhere changes nothing on any rank: the loss scale backs off, ``found_nonfinite``
-        is set, and the result is (False, None, None).
+        is set, and the result is (False, None, None). Waits for the device: see :meth:`update`.
+        """
+        update = self.update()
+        if bool(update.found_nonfinite):
+            return False, None, None
+        return True, float(update.grad_norm), None if update.num_zeros is None else int(update.num_zeros)
+
+    @torch.no_grad()
+    def update(self, objection: Tensor | None = None) -> Update:
+        """:meth:`step` without waiting for the device (but with a dynamic loss scale, which the host keeps).
+
+        Args:
+            objection: a bool on the device; True keeps everything as it is, as a NaN in the gradients does.
         """
         for chunk in self._parallel_chunks():
             chunk.finish_param_sync()  # what is about to be written may still be on its way from the last step
         grads = self._gradients()
-        if grads and self.grad_scaler and self.grad_scaler.scale != 1.0:  # a rank may have no shard to update
-            torch._foreach_mul_(grads, 1.0 / self.grad_scaler.scale)
-        norm = self._norm(grads)
-        self.found_nonfinite = not math.isfinite(norm)
-        if self.grad_scaler:
-            self.grad_scaler.update(self.found_nonfinite)
-        if self.found_nonfinite:
-            self._release_gradients()
-            return False, None, None
-        num_zeros = self._count_zeros() if self.config.log_num_zeros_in_grad else None
-        if self.config.clip_grad > 0.0 and (factor := clip_coefficient(norm, self.config.clip_grad)) < 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
-        self.optimizer.step()
-        self.step_count += 1
-        self._release_gradients()
-        self._copy_main_to_model()
-        return True, norm, num_zeros
+        unscale = 1.0 if self.grad_scaler is None else 1.0 / self.grad_scaler.scale
+        norm = self._norm(grads) * unscale
+        found = ~norm.isfinite()
+        if objection is not None:
+            found = found | objection
+        num_zeros = self._count_zeros(grads) if self.config.log_num_zeros_in_grad else None
+        self._found_nonfinite = found
+        skip = found.to(torch.float32)
+        conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
+        self.rule.update(self._update_groups(grads), conditions)
+        self._steps += 1.0 - skip
+        if isinstance(self.grad_scaler, DynamicGradScaler):
+            self.grad_scaler.update(bool(found))
+        for chunk in self._parallel_chunks():
+            chunk.start_param_sync()
+        return Update(found, norm, num_zeros)
+
+    def _factor(self, norm: Tensor, found: Tensor, unscale: float) -> Tensor | None:
+        """What gradients are multiplied by; None where nothing can change them."""
+        if self.config.clip_grad > 0.0:
+            clip = clip_coefficient(norm, self.config.clip_grad)
+            return torch.where(found, 1.0, clip) * unscale  # no NaN gets into the gradients
+        return None if unscale == 1.0 else torch.full_like(norm, unscale)
+
+    def _update_groups(self, grads: dict[str, Tensor]) -> list[UpdateGroup]:
+        return [
+            UpdateGroup([self._updated(name, grads[name]) for name in group["names"] if name in grads], group["lr"],
+                        group["weight_decay"])
+            for group in self.param_groups
+        ]  # fmt: skip
+
+    def _updated(self, name: str, gradient: Tensor) -> Updated:
+        return Updated(self.masters[name], gradient, tuple(kind[name] for kind in self.moments.values()))
 
     def _parallel_chunks(self) -> list[DataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
 
-    def _gradients(self) -> list[Tensor]:
-        """Points every main parameter's ``grad`` to its gradient (in the main parameter's dtype) and lists them."""
-        grads = []
-        for name, main in self.main_params.items():
-            source = self.shards[name].gradient()
-            main.grad = None if source is None else source.to(main.dtype)
-            if main.grad is not None:
-                grads.append(main.grad)
-        return grads
+    def _gradients(self) -> dict[str, Tensor]:
+        """By name, in the dtype in which they were added up; live."""
+        grads = ((name, shard.gradient()) for name, shard in self.shards.items())
+        return {name: grad.detach() for name, grad in grads if grad is not None}
 
     def gradient_shards(self) -> Iterator[ShardedTensor]:
         """What this rank uses of the gradients, as rectangles under global names; live views.
@@ -194,85 +249,72 @@ class MegatronOptimizer:
                 stretch = (shard.start, shard.stop)
                 yield from stretch_tensors(name, gradient, shard.parameter, stretch, groups=self.groups).values()
 
-    def _release_gradients(self) -> None:
-        """Cuts ``grad`` loose from the buffers, else the next backward pass would add to them twice."""
-        for name, main in self.main_params.items():
-            parameter = self.model_params[name]
-            if main is not parameter or hasattr(parameter, "main_grad"):
-                main.grad = None
-
     def _counted(self) -> list[str]:
         """What this rank contributes to sums over the model: every unique element exactly once."""
-        return [name for name in self.main_params if is_counted_here(self.model_params[name], self.groups)]
+        return [name for name in self.masters if is_counted_here(self.model_params[name], self.groups)]
 
-    def _norm(self, grads: list[Tensor]) -> float:
+    def _norm(self, grads: dict[str, Tensor]) -> Tensor:
         """Global L2 norm of the gradients; padding has none."""
-        counted = self._counted()
-        if len(counted) != len(self.main_params):
-            grads = [grad for name in counted if (grad := self.main_params[name].grad) is not None]
-        return l2_norm(grads, self.device, self.groups, self.shard_group).item()
+        tensors = [grads[name] for name in self._counted() if name in grads]
+        return l2_norm(tensors, self.device, self.groups, self.shard_group)
 
-    def _count_zeros(self) -> int:
+    def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
         """Zeros among the gradients, without those of padding."""
         tensors = []
         for name in self._counted():
-            grad, shard = self.main_params[name].grad, self.shards[name]
-            if grad is not None:
+            if name in grads:
+                shard = self.shards[name]
                 stretch = (shard.start, shard.stop)
-                pieces = stretch_tensors(name, grad, shard.parameter, stretch, groups=self.groups)
+                pieces = stretch_tensors(name, grads[name], shard.parameter, stretch, groups=self.groups)
                 tensors += [piece.local for piece in pieces.values()]
         return count_zeros(tensors, self.device, self.groups, self.shard_group)
 
-    @torch.no_grad()
     def params_norm(self) -> float:
-        """Global L2 norm of the main parameters."""
-        tensors = [self.main_params[name].detach() for name in self._counted()]
-        return l2_norm(tensors, self.device, self.groups, self.shard_group).item()
-
-    def _copied_names(self) -> list[str]:
-        """Those whose main parameter has memory of its own."""
-        return [name for name, main in self.main_params.items() if main.dtype != self.shards[name].values.dtype]
+        """Global L2 norm of the exact values. Waits for the device."""
+        return float(self.params_norm_on_device())
 
     @torch.no_grad()
-    def _copy_main_to_model(self) -> None:
-        names = self._copied_names()
-        if names:
-            values = [self.shards[name].values for name in names]
-            torch._foreach_copy_(values, [self.main_params[name] for name in names])
-        for chunk in self._parallel_chunks():
-            chunk.start_param_sync()
+    def params_norm_on_device(self) -> Tensor:
+        """The same as a 0-d fp64 tensor."""
+        tensors = (self.masters[name].read() for name in self._counted())
+        return l2_norm(tensors, self.device, self.groups, self.shard_group)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
         """After the model's weights changed from outside (a checkpoint without optimizer state): main := model."""
-        for name in self._copied_names():
-            self.main_params[name].copy_(self.shards[name].values)
+        for master in self.masters.values():
+            master.refresh()
 
+    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """``{"exp_avg": {name: tensor}, "exp_avg_sq": {…}, "main_param": {…}, "step": int, "grad_scaler": {…}}``.
 
-        The tensors are the live ones, not copies, of what this rank updates (``shards``). SGD has ``momentum_buffer``
-        in place of the moments. ``main_param`` holds only parameters that the model computes with in half precision.
+        The tensors are the live ones of what this rank updates (``shards``), but for masters kept in two parts, which
+        are put together. SGD has ``momentum_buffer`` in place of the moments. ``main_param`` holds only parameters that
+        the model computes with in half precision.
         """
-        state = self.optimizer.state
-        named = self.main_params.items()
-        moments = {key: {name: state[main][key] for name, main in named} for key in self.moment_names}
-        mains = {name: main.detach() for name, main in named if self.shards[name].compute_dtype in HALF}
+        mains = {name: master.read() for name, master in self.masters.items() if self._has_main_param(name)}
         scaler = self.grad_scaler.state_dict() if self.grad_scaler else {}
-        return {**moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
+        return {**self.moments, "main_param": mains, "step": self.step_count, "grad_scaler": scaler}
+
+    def _has_main_param(self, name: str) -> bool:
+        return self.shards[name].compute_dtype in HALF
 
     def replicas(self) -> Iterator[Replica]:
         """Moments and main parameters, for ``check_replicas``: ``exp_avg:`` + parameter name …"""
         for key, named in self.state_dict().items():
-            for name, tensor in named.items() if key not in ("step", "grad_scaler") else ():
+            for name, tensor in named.items() if key not in _SCALARS else ():
                 spec = getattr(self.model_params[name], "spec", None)
                 yield Replica(f"{key}:{name}", tensor, spec, self.shard_group.size > 1)
 
-    def sharded_tensors(self, prefix: str = "optimizer.") -> dict[str, ShardedTensor]:
-        """The tensors of :meth:`state_dict` as rectangles called prefix + ``exp_avg.`` + global parameter name."""
+    def sharded_tensors(
+        self, prefix: str = "optimizer.", state: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The tensors of ``state``, by default of :meth:`state_dict`, as rectangles called prefix + ``exp_avg.`` +
+        global parameter name. Who fills them calls :meth:`load_state_dict` with that state."""
         tensors: dict[str, ShardedTensor] = {}
-        for key, named in self.state_dict().items():
-            for name, tensor in named.items() if key not in ("step", "grad_scaler") else ():
+        for key, named in (self.state_dict() if state is None else state).items():
+            for name, tensor in named.items() if key not in _SCALARS else ():
                 shard = self.shards[name]
                 tensors |= stretch_tensors(
                     name, tensor, shard.parameter, (shard.start, shard.stop), prefix=f"{prefix}{key}.",
@@ -283,25 +325,19 @@ class MegatronOptimizer:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Inverse of :meth:`state_dict`; ``ValueError`` lists all missing and unknown names before anything changes."""
-        live = self.state_dict()
-        check_names(live, state_dict)
-        for key, tensors in live.items():
-            if key in ("step", "grad_scaler"):
-                continue
+        check_names(self.state_dict(), state_dict)
+        for kind, tensors in self.moments.items():
             for name, tensor in tensors.items():
-                if tensor is not state_dict[key][name]:
-                    tensor.copy_(state_dict[key][name])
-        self.load_scalars(state_dict)
-        self._copy_main_to_model()
-
-    def load_scalars(self, state_dict: dict[str, Any]) -> None:
-        """Only ``step`` and ``grad_scaler``, for a loader that filled the tensors of :meth:`state_dict` in place."""
-        self.step_count = int(state_dict["step"])
-        if self.config.optimizer != "sgd":
-            for main in self.main_params.values():
-                self.optimizer.state[main]["step"].fill_(int(state_dict["step"]))
+                if tensor is not state_dict[kind][name]:
+                    tensor.copy_(state_dict[kind][name])
+        for name, master in self.masters.items():
+            if self._has_main_param(name):
+                master.write(state_dict["main_param"][name])
+        self._steps.fill_(float(state_dict["step"]))
         if self.grad_scaler and state_dict["grad_scaler"]:
             self.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+        for chunk in self._parallel_chunks():
+            chunk.start_param_sync()
 
 
 def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
@@ -310,24 +346,8 @@ def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
     for key in sorted(set(live) | set(stored)):
         if key not in stored or key not in live:
             problems.append(f"{key} is {'missing' if key not in stored else 'unknown'}")
-        elif key not in ("step", "grad_scaler"):
+        elif key not in _SCALARS:
             problems += [f"{key}.{name} is missing" for name in sorted(set(live[key]) - set(stored[key]))]
             problems += [f"{key}.{name} is unknown" for name in sorted(set(stored[key]) - set(live[key]))]
     if problems:
         raise ValueError(f"the optimizer state does not fit this model and optimizer: {'; '.join(problems)}")
-
-
-def build_torch_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """torch's AdamW (Adam with L2 decay without ``decoupled_weight_decay``) or SGD, fused."""
-    rate = 0.0 if config.lr is None else config.lr
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(
-            groups, lr=rate, weight_decay=config.weight_decay, momentum=config.sgd_momentum, fused=True
-        )
-    if config.optimizer != "adam":
-        raise ValueError(f"--optimizer {config.optimizer}: not available yet; choose adam or sgd")
-    kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-    return kind(
-        groups, lr=rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_eps,
-        weight_decay=config.weight_decay, fused=True,
-    )  # fmt: skip

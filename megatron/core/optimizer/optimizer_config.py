@@ -76,6 +76,16 @@ class OptimizerConfig:
     log_num_zeros_in_grad: bool = False
     """Count the gradient elements that are zero."""
 
+    exp_avg_dtype: Any = "fp32"
+    """Format of the first moment: "fp32" or "bf16", or the torch dtype (where the parameters are not fp64)."""
+
+    exp_avg_sq_dtype: Any = "fp32"
+    """Format of the second moment: fp32 or bf16; bf16 loses decays below 2^-8 per step."""
+
+    store_param_remainders: bool = True
+    """Keep the fp32 value of a bf16 weight as the 16 bits that the weight lacks, not as a copy: 2 bytes in the place
+    of 4, the same numbers."""
+
     use_distributed_optimizer: bool = False
     """Split optimizer state over the data-parallel ranks."""
 

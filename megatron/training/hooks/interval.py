@@ -78,14 +78,14 @@ class Interval:
     def read(self) -> list[Step]:
         """The iterations collected so far, values read, without beginning another interval."""
         materialize(step.metrics for step in self.steps)
-        return list(self.steps)
+        return [step for step in self.steps if not step.metrics.void]
 
     def close(self, state: TrainState) -> IntervalSummary | None:
         """The summary of what was collected, None if that is nothing."""
-        if not self.steps:
+        steps = self.read()
+        self.steps = []
+        if not steps:
             return None
-        steps, self.steps = self.steps, []
-        materialize(step.metrics for step in steps)
         flops = state.floating_point_operations - self._flops
         self._flops = state.floating_point_operations
         return IntervalSummary(

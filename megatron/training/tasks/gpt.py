@@ -21,7 +21,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples, Task
-from megatron.training.utils import get_batch_on_this_cp_rank
+from megatron.training.utils import get_batch_on_this_cp_rank, to_device
 
 
 class GPTTask(Task):
@@ -86,7 +86,7 @@ class GPTTask(Task):
         """
         device = training_device()
         on_host = get_batch_on_this_cp_rank(next(data_iterator))
-        batch = {name: value.to(device, non_blocking=True) for name, value in on_host.items()}
+        batch = to_device(on_host, device)
         if "cu_seqlens" in on_host:
             batch["document_bounds"] = on_host["cu_seqlens"]
         return batch

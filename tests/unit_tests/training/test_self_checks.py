@@ -92,9 +92,9 @@ def flip_a_bit_of_a_weight(parts):
 
 def flip_a_bit_of_a_main_parameter(parts):
     """Of a norm in this rank's shard of the optimizer: its tensor-parallel peers hold copies."""
-    main_params = parts.optimizer.main_params
-    name = next(name for name in main_params if name.endswith("layernorm.weight"))
-    main_params[name].data.view(torch.int32)[0] ^= 1
+    masters = parts.optimizer.masters
+    name = next(name for name in masters if name.endswith("layernorm.weight"))
+    masters[name].kept[0] ^= 1
 
 
 def train_with_drift(rank, world_size, argv, culprit, flip):

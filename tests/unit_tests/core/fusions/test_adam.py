@@ -5,7 +5,16 @@ import torch
 
 from megatron.core.fusions import adam
 from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
-from megatron.core.fusions.master_weights import Copy, Master, Remainder, Updated, join_fp32, split_fp32
+from megatron.core.fusions.master_weights import (
+    Copy,
+    Gathered,
+    Master,
+    Remainder,
+    Updated,
+    avoid_even_halves_,
+    join_fp32,
+    split_fp32,
+)
 
 SIZES = (5, 4096, 4097, 32)  # less than a block, one, one and a bit; all aligned, not all a multiple of 16
 
@@ -32,6 +41,7 @@ FORMATS = {
     "fp32": (torch.float32, Master, (torch.float32, torch.float32), torch.float32),
     "bf16, copy": (torch.bfloat16, Copy, (torch.float32, torch.float32), torch.bfloat16),
     "fp16, copy": (torch.float16, Copy, (torch.float32, torch.float32), torch.float32),
+    "fp32, gathered": (torch.float32, Gathered, (torch.float32, torch.float32), torch.float32),
     "bf16, remainder": (torch.bfloat16, Remainder, (torch.float32, torch.float32), torch.float32),
     "all in 16 bits": (torch.bfloat16, Remainder, (torch.bfloat16, torch.bfloat16), torch.bfloat16),
     "one moment in 16 bits": (torch.float32, Master, (torch.bfloat16, torch.float32), torch.float32),
@@ -62,9 +72,7 @@ def check(mine, reference, old, skipped):
     exact = mine.master.read()
     torch.testing.assert_close(exact, reference.master.read(), rtol=1e-5, atol=1e-6)
     weight = mine.master.weight
-    if isinstance(mine.master, Remainder):
-        assert torch.equal(weight, split_fp32(exact)[0])
-    elif weight.is_cuda or weight.dtype != torch.bfloat16:
+    if weight.is_cuda or weight.dtype != torch.bfloat16 or isinstance(mine.master, Remainder):
         assert torch.equal(weight, exact.to(weight.dtype))
     else:
         torch.testing.assert_close(weight, exact.to(weight.dtype), rtol=2**-7, atol=0.0)
@@ -106,21 +114,27 @@ def test_a_remainder_gives_every_fp32_number_back():
     exact = patterns.view(torch.float32)
     weight, remainder = split_fp32(exact)
     assert torch.equal(join_fp32(weight, remainder).view(torch.int32), patterns)
-    tie = (patterns & 0xFFFF) == 0x8000
-    same = weight.view(torch.int16) == exact.bfloat16().view(torch.int16)
-    assert bool((same | tie | exact.isnan()).all()), "rounded to nearest but for halves"
-    assert float(split_fp32(torch.tensor([1.00390625]))[0]) == 1.0078125, "a half goes up, torch takes the even 1.0"
+    settled = avoid_even_halves_(exact.clone())
+    changed = settled.view(torch.int32) != patterns
+    assert torch.equal(changed, (patterns & 0x1FFFF) == 0x8000)
+    weight, same = split_fp32(settled)[0].view(torch.int16), exact.bfloat16().view(torch.int16)
+    assert bool(((weight == same) | exact.isnan()).all()), "rounded to nearest, halves to even"
+    assert settled[patterns == 0x3F808000] == 1.00390625 - 2**-23
 
 
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_a_remainder_walks_the_path_of_an_fp32_copy(decoupled):
-    split, copy = (updated(4001, torch.bfloat16, kind, (torch.float32, torch.float32), torch.float32)
-                   for kind in (Remainder, Copy))
+def test_masters_of_bf16_walk_the_same_path(decoupled):
+    """From values that are halves, too."""
+    kinds = {Remainder: torch.bfloat16, Copy: torch.bfloat16, Gathered: torch.float32}
+    many = [updated(4001, dtype, kind, (torch.float32, torch.float32), torch.float32) for kind, dtype in kinds.items()]
+    for each in many:
+        each.master.write(many[0].master.read().view(torch.int32).bitwise_or(0x8000).view(torch.float32))
     for step in range(8):
         gradient = torch.randn(4001, generator=torch.Generator().manual_seed(step))
-        for each in (split, copy):
+        for each in many:
             each.gradient.copy_(gradient)
             adam_reference_([AdamGroup([each], 1e-3, 0.1)], numbers(step=step + 1.0, decoupled=decoupled))
-        assert torch.equal(split.master.read(), copy.master.read())
-        halves = (copy.master.read().view(torch.int32) & 0xFFFF) == 0x8000
-        assert torch.equal(split.master.weight[~halves], copy.master.weight[~halves])
+        for each in many[1:]:
+            assert torch.equal(each.master.read(), many[0].master.read())
+        for each in many[:2]:
+            assert torch.equal(each.master.weight, each.master.read().bfloat16())
