@@ -83,11 +83,12 @@ ROWS: dict[str, Row] = {
 VARIANTS: dict[str, str] = {
     "no-fusions": (
         "--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion "
-        "--no-masked-softmax-fusion --no-gradient-accumulation-fusion"
+        "--no-masked-softmax-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm"
     ),
     "no-wgrad-fusion": "--no-gradient-accumulation-fusion",
     "ce-chunks": "--cross-entropy-chunk-tokens 0",
     "recompute-norms": "--recompute-granularity selective --recompute-modules layernorm",
+    "recompute-act": "--recompute-granularity selective --recompute-modules layernorm mlp_act",
     "recompute-attention": "--recompute-granularity selective --recompute-modules core_attn",
     "recompute-mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
     "recompute-full": RECOMPUTED,

@@ -70,7 +70,7 @@ def normalize_plain(
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(
+    def _norm_forward(
         x, branch, weight, bias, stream, out, means, rstds, rows, width, eps, offset,
         ADDS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
@@ -98,7 +98,7 @@ if triton is not None:
         tl.store(out + at, normed.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _backward_kernel(
+    def _norm_backward(
         grad, skip, stream, weight, means, rstds, grad_x, weight_sums, bias_sums, rows, width, offset,
         SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
         BLOCK: tl.constexpr,
@@ -164,7 +164,7 @@ class _Normalize(torch.autograd.Function):
         rstds = torch.empty(rows, dtype=torch.float32, device=x.device)
         means = torch.empty_like(rstds) if traits.centred else rstds
         tile = _tile(width)
-        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        _norm_forward[(triton.cdiv(rows, tile["ROWS"]),)](
             kept, kept if branch is None else branch.contiguous(), weight, weight if bias is None else bias, stream,
             out, means, rstds, rows, width, traits.eps, traits.offset,
             ADDS=branch is not None, CENTRED=traits.centred, BIASED=bias is not None, **tile,
@@ -190,7 +190,7 @@ class _Normalize(torch.autograd.Function):
         weight_sums = torch.empty(programs, width, dtype=torch.float32, device=stream.device)
         bias_sums = torch.empty_like(weight_sums) if biased else weight_sums
         grad = grad.contiguous()
-        _backward_kernel[(programs,)](
+        _norm_backward[(programs,)](
             grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, weight_sums,
             bias_sums, rows, width, ctx.traits.offset,
             SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, **tile,

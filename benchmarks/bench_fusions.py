@@ -1,0 +1,248 @@
+#!/usr/bin/env python
+"""The operations between the matrix products on one GPU: torch itself, torch.compile, our kernels, the memory's limit.
+
+    python benchmarks/bench_fusions.py [--only swiglu ...] [--output benchmarks/results/fusions.json] [--smoke]
+
+Shapes are those of a LLaMA-3-8B layer over 8192 tokens in bf16. The limit is the time to move, at 4.2 TB/s, what must
+be read and written once; each figure is the median of repeated calls, the second-level cache overwritten before each.
+Backward is autograd's, sums of gradients that meet included. ``--smoke`` shows on a CPU that it runs; with
+TRITON_INTERPRET=1 the kernels run too, in Triton's interpreter. Its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.harness.environment import environment
+from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
+from megatron.core.fusions.activations import squared_relu, swiglu
+from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
+from megatron.core.fusions.residual_norm import NormTraits, normalize_plain, normalize_triton
+from megatron.core.fusions.rope import rotary_reference
+from megatron.core.fusions.split_rotary import split_heads, split_rotary_plain, split_rotary_triton
+from megatron.core.rng import DropoutStream
+
+ROOT = Path(__file__).resolve().parents[1]
+BYTES_PER_SECOND = 4.2e12
+RMS, LAYER = NormTraits(1e-5, False, 0.0), NormTraits(1e-5, True, 0.0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    tokens: int = 8192
+    hidden: int = 4096
+    ffn: int = 14336
+    groups: int = 8
+    heads_per_group: int = 4
+    channels: int = 128
+    wide: int = 16384
+
+
+TINY = Sizes(4, 16, 24, 2, 2, 8, 32)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row. Functions take the inputs and give one tensor or several; None: there is no such form."""
+
+    inputs: tuple[Tensor, ...]
+    eager: Callable[..., Any]
+    formula: Callable[..., Any] | None
+    """What torch.compile gets: plain operations only."""
+    kernel: Callable[..., Any] | None
+    forward_elements: int
+    backward_elements: int
+    """Read or written, 2 bytes each."""
+
+
+def norms(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
+    def alone(normalize: Callable[..., Any], traits: NormTraits, x: Tensor, weight: Tensor) -> Tensor:
+        return normalize(x, None, weight, None, traits)[1]
+
+    def with_stream(normalize: Callable[..., Any], x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        stream, normed = normalize(x, None, weight, None, RMS)
+        return stream.view_as(stream), normed
+
+    def with_branch(normalize: Callable[..., Any], x: Tensor, branch: Tensor, weight: Tensor) -> Any:
+        return normalize(x, branch, weight, None, RMS)
+
+    def layer_norm(normalize: Callable[..., Any], x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor) -> Any:
+        return normalize(x, branch, weight, bias, LAYER)
+
+    def forms(function: Callable[..., Any], *args: Any) -> tuple[Callable[..., Any], ...]:
+        forms = (normalize_plain, normalize_plain, normalize_triton)
+        return tuple(partial(function, normalize, *args) for normalize in forms)
+
+    t, h = sizes.tokens, sizes.hidden
+    x, branch, weight, bias = random(t, 1, h), random(t, 1, h), random(h), random(h)
+    yield "rms_norm, final", Operation((x, weight), *forms(alone, RMS), 2 * t * h, 3 * t * h)
+    yield "rms_norm and stream", Operation((x, weight), *forms(with_stream), 2 * t * h, 4 * t * h)
+    yield "add and rms_norm", Operation((x, branch, weight), *forms(with_branch), 4 * t * h, 4 * t * h)
+    yield "add and layer_norm", Operation((x, branch, weight, bias), *forms(layer_norm), 4 * t * h, 4 * t * h)
+    heads = random(t, 1, sizes.groups * sizes.heads_per_group, sizes.channels)
+    inputs = heads, random(sizes.channels)
+    yield "rms_norm of heads", Operation(inputs, *forms(alone, RMS), 2 * heads.numel(), 3 * heads.numel())
+    wide = random(t // 4, 1, sizes.wide)
+    inputs = wide, random(sizes.wide)
+    yield "rms_norm, wide", Operation(inputs, *forms(alone, RMS), 2 * wide.numel(), 3 * wide.numel())
+
+
+def activations(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
+    def formula(packed: Tensor) -> Tensor:
+        gate, up = packed.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    size = sizes.tokens * sizes.ffn
+    packed, single = random(sizes.tokens, 1, 2 * sizes.ffn), random(sizes.tokens, 1, sizes.ffn)
+    gate = partial(gated_triton, traits=GateTraits(1.0))
+    yield "swiglu", Operation((packed,), swiglu, formula, gate, 3 * size, 5 * size)
+    yield "squared_relu", Operation((single,), squared_relu, squared_relu, squared_relu_triton, 2 * size, 3 * size)
+    gelu = partial(F.gelu, approximate="tanh")
+    yield "gelu", Operation((single,), gelu, gelu, None, 2 * size, 3 * size)
+
+
+def rotary(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
+    packed = random(sizes.tokens, 1, sizes.groups, sizes.heads_per_group + 2, sizes.channels)
+    angles = torch.outer(torch.arange(sizes.tokens), 500000.0 ** -torch.linspace(0, 1, sizes.channels // 2))
+    tables = [table.to(packed.device)[:, None, None] for table in (angles.cos(), angles.sin())]
+    narrow = [table.to(packed.dtype) for table in tables]  # as the plain form casts them
+
+    def formula(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = split_heads(packed)
+        return rotary_reference(query, *narrow), rotary_reference(key, *narrow), value
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda packed: function(packed, *tables, False)
+
+    size = packed.numel()
+    forms = of(split_rotary_plain), formula, of(split_rotary_triton)
+    yield "split and rotary", Operation((packed,), *forms, 2 * size, 2 * size)
+
+
+def dropout(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
+    x, residual = random(sizes.tokens, 1, sizes.hidden), random(sizes.tokens, 1, sizes.hidden)
+    stream, site, rate = DropoutStream(1), ("layer", 1, "mlp output"), 0.1
+    sample, position = torch.tensor([7], device=x.device), torch.arange(sizes.tokens, device=x.device)
+    draw = Draw(stream.key(site), sample, position, round(rate * 65536))
+
+    def formula(x: Tensor, residual: Tensor) -> Tensor:
+        at = sample[None, :, None], position[:, None, None]
+        return residual + x * stream.keep_mask(rate, site, *at, 0, range(x.shape[-1])) / (1 - stream.exact_rate(rate))
+
+    size = x.numel()
+    yield "dropout and add", Operation(
+        (x, residual), formula, formula, partial(dropout_add_triton, draw=draw), 3 * size, 2 * size
+    )
+
+
+def operations(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Operation]]:
+    """By name; the inputs of one at a time need memory."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        made = torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+        return made.requires_grad_()
+
+    for family in (norms, activations, rotary, dropout):
+        yield from family(sizes, random)
+
+
+def microseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median over ``repeats`` calls after three."""
+    times = []
+    cache = torch.empty(1 << 28 if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+    for index in range(3 + repeats):
+        cache.zero_()
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            end.synchronize()
+            elapsed = start.elapsed_time(end) * 1e3
+        else:
+            begin = time.perf_counter()
+            function()
+            elapsed = (time.perf_counter() - begin) * 1e6
+        if index >= 3:
+            times.append(elapsed)
+    return statistics.median(times)
+
+
+def measured(operation: Operation, function: Callable[..., Any], device: torch.device, repeats: int) -> list[float]:
+    """[forward, backward] in microseconds."""
+    outputs = function(*operation.inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    upstream = [torch.randn_like(output) for output in outputs]
+
+    def backward() -> object:
+        return torch.autograd.grad(outputs, operation.inputs, upstream, retain_graph=True)
+
+    return [
+        microseconds(lambda: function(*operation.inputs), device, repeats), microseconds(backward, device, repeats)
+    ]  # fmt: skip
+
+
+def row(operation: Operation, device: torch.device, smoke: bool, repeats: int) -> dict[str, Any]:
+    """Times of every form, or why there is none."""
+    elements = operation.forward_elements, operation.backward_elements
+    record: dict[str, Any] = {"limit_us": [round(2 * n / BYTES_PER_SECOND * 1e6, 2) for n in elements]}
+    compiled = None
+    if operation.formula is not None and not smoke:
+        compiled = torch.compile(operation.formula, dynamic=False)
+    runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    forms = {"eager_us": operation.eager, "compiled_us": compiled, "kernel_us": operation.kernel if runs else None}
+    for name, function in forms.items():
+        if function is None:
+            continue
+        try:
+            record[name] = [round(each, 2) for each in measured(operation, function, device, repeats)]
+        except Exception as error:  # one form that fails must not cost the others' figures
+            record[name] = f"{type(error).__name__}: {error}"[:300]
+    if isinstance(record.get("kernel_us"), list) and not smoke:
+        record["kernel_share_of_limit"] = [round(a / b, 3) for a, b in zip(record["limit_us"], record["kernel_us"])]
+    return record
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="operations with any of these words")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "fusions.json")
+    parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU too; writes nothing unless --output")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() and not args.smoke:
+        print("needs a GPU; --smoke shows on a CPU that it runs")
+        return 0
+    device = torch.device("cpu" if args.smoke or not torch.cuda.is_available() else "cuda")
+    rows = {}
+    for name, operation in operations(TINY if args.smoke else Sizes(), device):
+        if args.only and not any(word in name for word in args.only):
+            continue
+        rows[name] = row(operation, device, args.smoke, 2 if args.smoke else args.repeats)
+        print(f"{name:<22} " + "  ".join(f"{key} {value}" for key, value in rows[name].items()), flush=True)
+        torch._dynamo.reset()
+    if not args.smoke or args.output != parser.get_default("output"):
+        record = {"environment": environment(cpu=args.smoke), "smoke": args.smoke, "operations": rows}
+        args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
