@@ -135,7 +135,7 @@ def _chunk_state(cfg: PretrainConfig, stage: StageContents, vocab_size: int) -> 
     cut = cut_buffer(sizes, alone, bucket_size, alignment)
     elements = cut.total if cfg.use_distributed_optimizer else sum(sizes)
     updated = max(owned_elements(sizes, cut, shards)) if cfg.use_distributed_optimizer else sum(sizes)
-    optimizer = updated * (_moments(cfg) * state_bytes(cfg) + master_bytes(cfg))
+    optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))
     return elements * weight_bytes(cfg), cut.total * gradient_bytes(cfg), optimizer, 0
 
 
@@ -150,7 +150,7 @@ def _fully_sharded_state(cfg: PretrainConfig, parameters: Sequence[tuple[str, Sh
     unsummed = max(layer, outside)
     full = state_bytes(cfg)
     working = gathered * weight_bytes(cfg) + unsummed * gradient_bytes(cfg)
-    return rows * full, rows * full, rows * _moments(cfg) * full, working
+    return rows * full, rows * full, rows * moment_bytes(cfg), working
 
 
 def _sum_ranks(cfg: PretrainConfig) -> int:
@@ -179,11 +179,15 @@ def gradient_bytes(cfg: PretrainConfig) -> int:
 
 def master_bytes(cfg: PretrainConfig) -> int:
     """Of the exact value beside a half-precision weight: for bf16 the 16 bits that it lacks, for fp16 a copy."""
-    return 2 if cfg.bf16 else 4 if cfg.fp16 else 0
+    return 2 if cfg.bf16 and cfg.store_param_remainders else 4 if _is_half(cfg) else 0
 
 
-def _moments(cfg: PretrainConfig) -> int:
-    return int(cfg.sgd_momentum != 0) if cfg.optimizer == "sgd" else 2
+def moment_bytes(cfg: PretrainConfig) -> int:
+    """Of all moments of a parameter."""
+    if cfg.optimizer == "sgd":
+        return state_bytes(cfg) if cfg.sgd_momentum else 0
+    return sum(2 if kind == "bf16" and not cfg.fp64 else state_bytes(cfg)
+               for kind in (cfg.exp_avg_dtype, cfg.exp_avg_sq_dtype))
 
 
 # ---- activations

@@ -167,8 +167,30 @@ def optimizer_numbers_make_sense(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, "must be at least 0 and less than 1")
     if cfg.overlap_param_gather and not (cfg.use_distributed_optimizer and cfg.overlap_grad_reduce):
         yield problem(cfg, "overlap_param_gather", "needs --use-distributed-optimizer and --overlap-grad-reduce")
-    if cfg.use_precision_aware_optimizer and not cfg.use_distributed_optimizer:
-        yield problem(cfg, "use_precision_aware_optimizer", "needs --use-distributed-optimizer")
+
+
+def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
+    if not cfg.use_precision_aware_optimizer:
+        for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(cfg, field) != "fp32":
+                yield problem(cfg, field, "counts only with --use-precision-aware-optimizer", "add that flag")
+        return
+    if cfg.optimizer != "adam":
+        yield problem(cfg, "use_precision_aware_optimizer", f"is about Adam, not --optimizer {cfg.optimizer}")
+    for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
+        kind, decay = getattr(cfg, field), 1.0 - getattr(cfg, beta)
+        if kind in ("fp16", "fp8"):
+            yield problem(cfg, field, "is not available: moments are smaller than it can hold without scales", "bf16")
+        elif kind == "bf16" and decay < 2**-7:
+            flag = "--" + beta.replace("_", "-")
+            reason = f"has 8 bits, and {flag} {getattr(cfg, beta)} takes off less per step: moments would never shrink"
+            yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
+    if cfg.main_params_dtype == "fp16":
+        reason = "is not available: fp32 takes no more memory with --bf16, 16 bits beside each weight"
+        yield problem(cfg, "main_params_dtype", reason, "leave it out")
+    if cfg.main_grads_dtype == "bf16" and not cfg.grad_reduce_in_bf16:
+        reason = "gradients are read in the format in which they are added up"
+        yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
 
 
 def skipped_iterations_exist(cfg: PretrainConfig) -> Problems:
@@ -233,6 +255,7 @@ RULES: tuple[Rule, ...] = (
     weight_decay_ramp_is_complete,
     stored_schedule_has_one_fate,
     optimizer_numbers_make_sense,
+    optimizer_state_keeps_what_counts,
     skipped_iterations_exist,
     saving_is_complete,
     loading_has_a_source,

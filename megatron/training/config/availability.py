@@ -39,10 +39,6 @@ NOT_YET: dict[str, NotYet] = {
     "expert_model_parallel_size": _beyond_one("expert parallelism is"),
     "expert_tensor_parallel_size": _beyond_one("expert parallelism is"),
     **_each("expert parallelism is", "overlap_moe_expert_parallel_comm"),
-    **_each(
-        "choosing the precision of optimizer state is",
-        "use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype",
-    ),
     **_each("gathering weights during the optimizer step is", "overlap_param_gather_with_optimizer_step"),
     **_each(
         "optimizer state in host memory is",

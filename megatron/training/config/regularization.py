@@ -35,19 +35,23 @@ class RegularizationConfig:
     """Decay the weights of --qk-layernorm too."""
 
     use_precision_aware_optimizer: bool = False
-    """Keep optimizer state in the formats of the next four flags. Needs --use-distributed-optimizer."""
+    """Keep optimizer state in the formats of the next four flags (with or without --use-distributed-optimizer)."""
 
     main_grads_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Format of the accumulated gradients (precision-aware optimizer)."""
+    """Format of the accumulated gradients (precision-aware optimizer); bf16 needs --grad-reduce-in-bf16."""
 
     main_params_dtype: Literal["fp32", "fp16"] = "fp32"
-    """Format of the optimizer's weights (precision-aware optimizer)."""
+    """Format of the optimizer's weights; only fp32, which takes 16 bits beside each bf16 weight, is available."""
 
     exp_avg_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
-    """Format of the first moment (precision-aware optimizer)."""
+    """Format of the first moment (precision-aware optimizer): fp32 or bf16."""
 
     exp_avg_sq_dtype: Literal["fp32", "fp16", "bf16", "fp8"] = "fp32"
-    """Format of the second moment (precision-aware optimizer)."""
+    """Format of the second moment (precision-aware optimizer): fp32, or bf16 with an --adam-beta2 up to 0.992."""
+
+    store_param_remainders: bool = True
+    """Keep the fp32 value of every bf16 weight as a copy of 4 bytes, not as the 2 bytes that the weight lacks; the
+    numbers are the same."""
 
     optimizer_cpu_offload: bool = False
     """Keep optimizer state in host memory and step there. Needs --use-precision-aware-optimizer."""

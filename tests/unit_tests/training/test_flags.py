@@ -103,6 +103,9 @@ def test_flag_reference_is_current():
 
 ONLY_CHECKED = {
     "add_position_embedding": "--position-embedding-type chooses learned positions; a rule refuses contradictions",
+    "use_precision_aware_optimizer": "the formats themselves are read; a rule wants this flag with them",
+    "main_grads_dtype": "a rule wants --grad-reduce-in-bf16, which chooses it",
+    "main_params_dtype": "a rule refuses all but one",
 }
 """Available flags that nothing but a rule reads."""
 

@@ -26,6 +26,8 @@ FINE = [
     "--fp16 --loss-scale 128 --global-batch-size 16 --clip-grad 0",
     "--group-query-attention --num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights",
     "--num-query-groups 4",
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --grad-reduce-in-bf16 --exp-avg-dtype bf16"
+    " --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
     "--position-embedding-type yarn --yarn-original-max-position-embeddings 16 --rotary-scaling-factor 2",
     "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32 --rotary-percent 0.5",
     "--window-size 7,0 --window-attn-skip-freq 2",
@@ -53,6 +55,13 @@ def test_consistent_settings_pass(text):
     [
         # model
         ("--num-layers 0", "--num-layers 0: must be at least 1"),
+        # formats of optimizer state
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: counts only with --use-precision-aware-optimizer"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp8", "--exp-avg-dtype fp8: is not available: moments are"),
+        ("--use-precision-aware-optimizer --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: has 8 bits"),
+        ("--use-precision-aware-optimizer --main-params-dtype fp16", "--main-params-dtype fp16: is not available"),
+        ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: gradients are read in"),
+        ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: is about Adam"),
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: counts only with --group-query-attention; add that flag"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: does not divide"),

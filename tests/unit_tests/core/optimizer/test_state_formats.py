@@ -1,0 +1,114 @@
+"""Formats of optimizer state: masters of every kind take the same path, any format goes on from what another stored."""
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.dist_checkpointing import load, save
+from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+FORMATS = {
+    "remainders": {},
+    "copies": {"store_param_remainders": False},
+    "16 bits": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": torch.bfloat16},
+}
+
+
+class Run:
+    def __init__(self, name, dtype=torch.bfloat16, reduce_in_fp32=True):
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(37, 65), nn.LayerNorm(65), nn.Linear(65, 19)).to(dtype)
+        config = DistributedDataParallelConfig(grad_reduce_in_fp32=reduce_in_fp32)
+        self.ddp = DistributedDataParallel(None, config, self.net)
+        config = OptimizerConfig(lr=0.01, weight_decay=0.1, adam_beta2=0.95, **FORMATS[name])
+        self.optimizer = get_megatron_optimizer(config, [self.ddp])
+
+    def train(self, steps, first=0):
+        for step in range(first, first + steps):
+            self.optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            self.ddp(torch.randn(8, 37, generator=generator).to(self.net[0].weight)).float().square().sum().backward()
+            assert self.optimizer.step()[0]
+        return self
+
+    def tensors(self, state):
+        return {**module_tensors(self.net), **self.optimizer.sharded_tensors(state=state)}
+
+    def save(self, folder):
+        save(self.tensors(None), folder)
+
+    def load(self, folder, step):
+        state = self.optimizer.state_dict()
+        load(self.tensors(state), folder)
+        self.optimizer.load_state_dict({**state, "step": step})
+        return self
+
+    def bits(self):
+        state = self.optimizer.state_dict()
+        kinds = ("main_param", "exp_avg", "exp_avg_sq")
+        named = {f"{kind}.{name}": tensor for kind in kinds for name, tensor in state[kind].items()}
+        return {name: tensor.clone() for name, tensor in {**named, **self.net.state_dict()}.items()}
+
+
+def same(first, second, only=""):
+    assert first.keys() == second.keys()
+    return all(torch.equal(first[name], second[name]) for name in first if name.startswith(only))
+
+
+def test_remainders_and_copies_are_the_same_numbers():
+    split, copies = Run("remainders").train(6), Run("copies").train(6)
+    assert same(split.bits(), copies.bits())
+    for name, master in split.optimizer.masters.items():
+        assert master.kept.dtype == torch.int16 and copies.optimizer.masters[name].kept.dtype == torch.float32
+        assert torch.equal(master.weight, master.read().bfloat16())
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("loaded", FORMATS)
+def test_any_format_goes_on_from_any_other(tmp_path, stored, loaded):
+    first = Run(stored).train(3)
+    first.save(tmp_path / "checkpoint")
+    second = Run(loaded).load(tmp_path / "checkpoint", step=3)
+    assert same(first.bits(), second.bits(), only="main_param")
+    lossless = "16 bits" not in (stored, loaded) or stored == loaded
+    straight, resumed = first.train(3, first=3).bits(), second.train(3, first=3).bits()
+    if lossless:
+        assert same(straight, resumed)
+    else:
+        name = "main_param.0.weight"
+        torch.testing.assert_close(straight[name], resumed[name], rtol=0.05, atol=2e-3)
+
+
+def test_16_bit_moments_train_like_wide_ones():
+    wide, narrow = Run("remainders").train(12).bits(), Run("16 bits").train(12).bits()
+    assert narrow["exp_avg_sq.0.weight"].dtype == torch.bfloat16
+    name = "main_param.0.weight"
+    start = Run("remainders").bits()[name]
+    moved = (wide[name] - start).norm()
+    assert (narrow[name] - wide[name]).norm() < 0.05 * moved
+
+
+def test_gradients_may_stay_in_16_bits():
+    """``--main-grads-dtype bf16``: read as they were added up."""
+    run = Run("16 bits", reduce_in_fp32=False)
+    assert run.ddp.grad_buffers[0].grad_data.dtype == torch.bfloat16
+    before = run.bits()
+    assert not same(before, run.train(2).bits(), only="0.")
+
+
+@pytest.mark.parametrize("name", ["fp16", "fp8"])
+def test_formats_without_scales_are_refused(name):
+    with pytest.raises(ValueError, match=f"--exp-avg-dtype {name}: moments fall below"):
+        get_megatron_optimizer(OptimizerConfig(lr=0.1, exp_avg_dtype=name), [nn.Linear(2, 2)])
+
+
+def test_an_objection_holds_an_update_back():
+    run = Run("remainders").train(1)
+    before = run.bits()
+    run.optimizer.zero_grad()
+    run.ddp(torch.ones(1, 37).bfloat16()).sum().backward()
+    update = run.optimizer.update(torch.tensor(True))
+    assert bool(update.found_nonfinite) and bool(update.grad_norm > 0)
+    assert same(before, run.bits()) and run.optimizer.step_count == 1
