@@ -33,6 +33,8 @@ WIDEST = 16384
 """A program holds a whole row in registers."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
 """In the backward pass: each has its own partial sums of weight gradients in memory."""
+STAGES = 1
+"""In the backward pass: with 2, a program's next row is on its way while it sums the present one."""
 
 
 class NormTraits(NamedTuple):
@@ -100,8 +102,8 @@ if triton is not None:
     @triton.jit
     def _norm_backward(
         grad, skip, stream, weight, means, rstds, grad_x, weight_sums, bias_sums, rows, width, offset,
-        SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
-        BLOCK: tl.constexpr,
+        SKIPS: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr,
+        ROWS: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """STEPS times ROWS rows, and their share of the weights' gradients."""
         program = tl.program_id(0).to(tl.int64)
@@ -110,7 +112,7 @@ if triton is not None:
         scale = tl.load(weight + column, mask=within, other=0.0).to(tl.float32) + offset
         weight_sum = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         bias_sum = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for step in range(STEPS):
+        for step in tl.range(STEPS, num_stages=STAGES):
             row = (program * STEPS + step) * ROWS + tl.arange(0, ROWS)
             inside = (row < rows)[:, None] & within[None, :]
             at = row[:, None] * width + column[None, :]
@@ -193,7 +195,7 @@ class _Normalize(torch.autograd.Function):
         _norm_backward[(programs,)](
             grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, weight_sums,
             bias_sums, rows, width, ctx.traits.offset,
-            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, **tile,
+            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, STAGES=STAGES, **tile,
         )  # fmt: skip
         grad_bias = bias_sums.sum(0).to(ctx.bias_dtype) if biased else None
         return grad_x, _in_dtype(grad_x, ctx.branch_dtype), weight_sums.sum(0).to(weight.dtype), grad_bias, None
