@@ -10,6 +10,7 @@ Legend: b batch, a query heads, g key/value groups, q queries, k keys, d head di
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from typing import Literal
@@ -17,8 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel import zigzag
 from megatron.core.context_parallel.packing import Segments, kernel_window
-from megatron.core.context_parallel.tiles import Tile
+from megatron.core.context_parallel.tiles import Tile, Visibility, plan_tiles
 from megatron.core.rng import DropoutStream
 
 aten = torch.ops.aten
@@ -197,17 +199,62 @@ def make_block_kernel(
     scale: float, backend: str, dtype: torch.dtype, *, channels: int, dropout_rate: float, ring_window: bool = False
 ) -> BlockKernel:
     """Fused kernels for 16-bit types where there is a GPU, unless the backend is ``unfused`` or ``local``, weights are
-    dropped, the kernels do not take heads of so many channels, or a ring has a sliding window (``ring_window``): flash
-    kernels are wrong by some percent on such a ring's bands, which have a left limit and no right one (H200, 2.11)."""
+    dropped, or the kernels do not take heads of so many channels. For a ring with a sliding window (``ring_window``)
+    they must first get its bands right on this device."""
     sixteen_bit = dtype in (torch.bfloat16, torch.float16)
     if backend in ("unfused", "local") or dropout_rate or not sixteen_bit or not torch.cuda.is_available():
-        return BlockwiseTorch(scale)
-    if ring_window:
-        logger.warning("context parallelism: windows in a ring use plain torch; --cp-comm-type allgather is faster")
         return BlockwiseTorch(scale)
     if channels % 8 or channels > 256:
         logger.warning("context parallelism: no fused kernel takes %d channels per head; using plain torch", channels)
         return BlockwiseTorch(scale)
     # cuDNN's backward takes at most 128 channels and does not repeat its bits
     flash = backend == "flash" or channels > 128 or torch.are_deterministic_algorithms_enabled()
-    return FusedBlocks(scale, "flash" if flash else "cudnn")
+    preferred: Literal["cudnn", "flash"] = "flash" if flash else "cudnn"
+    if ring_window and not bands_are_right_here(preferred, channels, dtype):
+        logger.warning(
+            "context parallelism: this GPU's flash kernels are wrong on the bands of a ring with a sliding window; "
+            "using plain torch there (--cp-comm-type allgather is faster)"
+        )
+        return BlockwiseTorch(scale)
+    return FusedBlocks(scale, preferred)
+
+
+@functools.lru_cache(maxsize=16)
+def bands_are_right_here(preferred: Literal["cudnn", "flash"], channels: int, dtype: torch.dtype) -> bool:
+    """:func:`bands_are_right` of fused kernels on the current GPU, found out once."""
+    scale = channels**-0.5
+    return bands_are_right(FusedBlocks(scale, preferred), scale, channels, dtype, torch.device("cuda"))
+
+
+@torch.no_grad()
+def bands_are_right(
+    kernel: BlockKernel, scale: float, channels: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether ``kernel`` agrees with plain torch, to the rounding of ``dtype``, forward and backward, on every band
+    that rings of two ranks make of three windows: narrower than a chunk, wider, wider than two."""
+    length, reference = 512, BlockwiseTorch(scale)
+    spans = [zigzag.spans(length, rank, 2) for rank in range(2)]
+    bands = {
+        tile
+        for window in (40, 150, 300) for queries in spans for keys in spans
+        for tile in plan_tiles(queries, keys, Visibility(True, (window, 0)), length) if tile.left is not None
+    }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for tile in sorted(bands, key=str):
+        sizes = [(4, tile.num_queries), (2, tile.num_keys), (2, tile.num_keys), (4, tile.num_queries)]
+        query, key, value, grad = (
+            torch.randn(1, *size, channels, generator=generator).to(device, dtype) for size in sizes
+        )
+        expected = reference.forward(query, key, value, tile)
+        found = kernel.forward(query, key, value, tile)
+        out = expected[0].to(dtype)
+        pairs = [
+            *zip(found, expected, strict=True),
+            *zip(
+                kernel.backward(grad, query, key, value, out, expected[1], tile),
+                reference.backward(grad, query, key, value, out, expected[1], tile), strict=True,
+            ),
+        ]  # fmt: skip
+        if not all((x.float() - y.float()).norm() < 2e-2 * y.float().norm() for x, y in pairs):
+            return False
+    return True

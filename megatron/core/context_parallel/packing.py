@@ -18,9 +18,9 @@ from megatron.core.context_parallel.tiles import Tile
 Group = tuple[Tile, ...]
 
 
-_TILES_PER_DOCUMENT = 12
-"""Two stretches of queries times two of keys times three parts. Tiles of other documents share no token, and those of
-one document come one after the other."""
+_TILES_PER_DOCUMENT = 16
+"""Two stretches of queries times two of keys times three or four parts. Tiles of other documents share no token, and
+those of one document come one after the other."""
 
 
 class Segments(NamedTuple):

@@ -3,8 +3,11 @@
 A rank's queries and a block of keys are a few stretches of consecutive global positions. Causality, a sliding window
 and document boundaries all say: in the rectangle of query i and key j (local indices), the pair is visible where
 -left <= j - i <= right. So every case is a list of tiles, fully hidden pairs are in none of them, and no mask larger
-than a tile is ever built. Rectangles that a causal mask cuts are split into a part without a mask and a square on the
-diagonal, which is what fused kernels take.
+than a tile is ever built.
+
+Tiles are what fused kernels take. Rectangles that a causal mask cuts are split into a part without a mask and a square
+on the diagonal. Bands with a limit on the left never have more queries than keys: flash kernels put the number of keys
+in the place of a missing limit on the right, which is too small then (the first queries would miss the last keys).
 """
 
 from __future__ import annotations
@@ -149,14 +152,23 @@ def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator
     if num_queries <= 0 or num_keys <= 0:
         return
     left, right = skipped_keys - low - skipped_queries, high + skipped_queries - skipped_keys
-    yield from _split_at_the_diagonal(
-        tile._replace(
-            query=tile.query + skipped_queries, num_queries=num_queries, key=tile.key + skipped_keys,
-            num_keys=num_keys, query_position=tile.query_position + skipped_queries,
-            key_position=tile.key_position + skipped_keys,
-            left=None if left >= num_queries - 1 else left, right=None if right >= num_keys - 1 else right,
-        )
-    )  # fmt: skip
+    visible = tile._replace(
+        query=tile.query + skipped_queries, num_queries=num_queries, key=tile.key + skipped_keys, num_keys=num_keys,
+        query_position=tile.query_position + skipped_queries, key_position=tile.key_position + skipped_keys,
+        left=None if left >= num_queries - 1 else left, right=None if right >= num_keys - 1 else right,
+    )
+    if visible.left is None or num_queries <= num_keys:
+        yield from _split_at_the_diagonal(visible)
+        return
+    for first in range(0, num_queries, num_keys):
+        yield from _visible_part(_rows_of(visible, first, min(num_keys, num_queries - first)), before, after)
+
+
+def _rows_of(tile: Tile, first: int, count: int) -> Tile:
+    """``count`` queries of a tile, its band forgotten."""
+    return tile._replace(
+        query=tile.query + first, num_queries=count, query_position=tile.query_position + first, left=None, right=None
+    )
 
 
 def _split_at_the_diagonal(tile: Tile) -> Iterator[Tile]:

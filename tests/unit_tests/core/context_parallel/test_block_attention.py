@@ -3,10 +3,15 @@
 import pytest
 import torch
 
-from megatron.core.context_parallel import zigzag
+from megatron.core.context_parallel import kernels, zigzag
 from megatron.core.context_parallel.block_attention import BlockGradients, OnlineSoftmax
-from megatron.core.context_parallel.kernels import BlockwiseTorch, FusedBlocks, make_block_kernel
-from megatron.core.context_parallel.tiles import Visibility, plan_tiles
+from megatron.core.context_parallel.kernels import (
+    BlockwiseTorch,
+    FusedBlocks,
+    bands_are_right_here,
+    make_block_kernel,
+)
+from megatron.core.context_parallel.tiles import Tile, Visibility, plan_tiles
 
 SIZE, BATCH, HEADS, GROUPS = 4, 2, 8, 2
 DOCUMENT_LENGTHS = [100, 3, 409, 256, 256, 1, 700, 300, 23]  # two rows of 1024
@@ -52,6 +57,7 @@ def errors(found, expected):
 
 
 VISIBILITIES = {
+    "wide window": Visibility(True, (300, 0)), "narrow window": Visibility(True, (40, 0)),
     "causal": Visibility(True), "all pairs": Visibility(False), "window": Visibility(True, (150, 0)),
     "two-sided window": Visibility(False, (70, 300)),
 }  # fmt: skip
@@ -65,16 +71,70 @@ VISIBILITIES = {
 def test_merged_blocks_of_fused_kernels_equal_attention_over_everything(
     preferred, channels, visibility, packed, whole_keys
 ):
-    if visibility.window is not None and not whole_keys:
-        kernel = make_block_kernel(0.1, "auto", torch.bfloat16, channels=channels, dropout_rate=0.0, ring_window=True)
-        assert isinstance(kernel, BlockwiseTorch)  # rings with windows have no fused kernel that is right
-        return
     inputs = tensors(1024, channels, torch.bfloat16, "cuda")
     documents = DOCUMENTS if packed else None
     exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], visibility, documents, 1)
     found = play_ring(FusedBlocks(0.1, preferred), inputs, visibility, documents, SIZE, whole_keys)
     output, *gradients = errors(found, exact)
     assert output < 5e-3 and max(gradients) < 2e-2, (output, gradients)
+
+
+def error_text(number):
+    return f"{number:9.1e}"
+
+
+@pytest.mark.gpu
+def test_flash_kernels_follow_their_rules_on_bands():
+    """Raw calls with limits from the lower right corner. A band with a limit on the left and none on the right is wrong
+    exactly where it has more queries than keys; an explicit limit of fewer than all keys is right."""
+    rows, unexpected = ["   left  right queries   keys   forward  backward"], []
+    for num_queries, num_keys in [(256, 256), (192, 256), (256, 192), (384, 256), (100, 333), (333, 100), (1, 77)]:
+        shift = num_keys - num_queries
+        for left, right in [(0, -1), (37, -1), (130, -1), (37, num_keys - 1), (37, 5), (-1, 20), (50, 0), (-1, 0)]:
+            tile = Tile(
+                None, 0, num_queries, 0, num_keys, None if left < 0 else left - shift,
+                None if right < 0 else right + shift, 0, 0,
+            )  # fmt: skip
+            error = raw_flash_errors(tile, (left, right))
+            rows.append(f"{left:7d}{right:7d}{num_queries:8d}{num_keys:7d}{''.join(map(error_text, error))}")
+            expected_wrong = 0 <= left < num_keys and right < 0 and num_queries > num_keys + 1
+            if (max(error) > 2e-2) != expected_wrong:
+                unexpected.append(rows[-1])
+    assert not unexpected, "\n".join([*rows, "unexpected:", *unexpected])
+
+
+def raw_flash_errors(tile, window):
+    """Relative errors of output and of the gradients, where a query sees a key."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
+    q, k, v, g = (torch.randn(1, *size, 64, generator=generator).to("cuda", torch.bfloat16) for size in sizes)
+    plain, fused = BlockwiseTorch(0.1), FusedBlocks(0.1, "flash")
+    out, lse = plain.forward(q, k, v, tile)
+    sees = lse.isfinite()
+    out, lse = (x.where(sees.view(*sees.shape, *[1] * (x.dim() - 3)), 0.0) for x in (out, lse))
+    g = g * sees.unsqueeze(-1)
+    shape = (None, None, tile.num_queries, tile.num_keys)
+    narrow = [x.transpose(1, 2) for x in (g, q, k, v, out.to(torch.bfloat16))]
+    found = fused._flash(*narrow[1:4], shape, window)[0].transpose(1, 2) * sees.unsqueeze(-1)
+    grads = [x.transpose(1, 2) for x in fused._flash_backward(narrow, lse.contiguous(), shape, window)]
+    grads[0] = grads[0] * sees.unsqueeze(-1)
+    exact = plain.backward(g, q, k, v, narrow[4].transpose(1, 2), lse, tile)
+    exact = [exact[0].nan_to_num(0.0), *exact[1:]]
+    return [errors([found], [out])[0], max(errors(grads, exact))]
+
+
+@pytest.mark.gpu
+def test_bands_of_rings_are_right_on_this_gpu():
+    for channels, dtype in [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)]:
+        assert bands_are_right_here("flash" if channels > 128 else "cudnn", channels, dtype), (channels, dtype)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeypatch, right):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "bands_are_right_here", lambda *arguments: right)
+    kernel = make_block_kernel(0.1, "auto", torch.bfloat16, channels=64, dropout_rate=0.0, ring_window=True)
+    assert type(kernel) is (FusedBlocks if right else BlockwiseTorch)
 
 
 @pytest.mark.gpu

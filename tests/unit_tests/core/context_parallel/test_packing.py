@@ -9,19 +9,30 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.context_parallel import zigzag
 from megatron.core.context_parallel.forms import AllGatherAttention, RingAttention
-from megatron.core.context_parallel.kernels import BlockwiseTorch, FusedBlocks
+from megatron.core.context_parallel.kernels import BlockwiseTorch, FusedBlocks, bands_are_right
 from megatron.core.context_parallel.packing import group_tiles, kernel_window
 from megatron.core.context_parallel.tiles import Tile, Visibility, plan_tiles
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS, SCALE = 32, 3, 4, 2, 6, 0.3
 DOCUMENTS = (0, 7, 8, 26, 32, 32, 45, 64, 65, 66, 96)
 CASES = list(itertools.product(
-    [Visibility(True), Visibility(False), Visibility(True, (5, 0)), Visibility(False, (3, 9))], [None, DOCUMENTS]
+    [Visibility(True), Visibility(False), Visibility(True, (5, 0)), Visibility(True, (11, 0)),
+     Visibility(True, (21, 0)), Visibility(False, (3, 9)), Visibility(False, (6, -1))],
+    [None, DOCUMENTS],
 ))  # fmt: skip
 
 
+def kernel_limits(window, num_keys):
+    """Limits from the lower right corner as the kernels apply them. One of as many keys as there are, or a negative
+    one, is none; but beside a limit on the other side "none" becomes the number of keys."""
+    left, right = (None if side < 0 or side >= num_keys else side for side in window)
+    if (left is None) != (right is None):
+        left, right = (num_keys if side is None else side for side in (left, right))
+    return left, right
+
+
 class FlashInTorch(FusedBlocks):
-    """torch's flash operators as their documentation describes them."""
+    """torch's flash operators as their source has it (FlashAttention 2)."""
 
     def __init__(self):
         super().__init__(SCALE, "flash")
@@ -43,7 +54,7 @@ class FlashInTorch(FusedBlocks):
             places = [(None, *place) for place in zip(*stretches, strict=True)]
         for row, (q0, q1), (k0, k1) in places:
             shift = (k1 - k0) - (q1 - q0)
-            left, right = (None if side < 0 else side for side in window)
+            left, right = kernel_limits(window, longest_key)
             tile = Tile(None, 0, q1 - q0, 0, k1 - k0, None if left is None else left - shift,
                         None if right is None else right + shift, 0, 0)  # fmt: skip
             yield tile, row, (q0, q1), (k0, k1)
@@ -121,3 +132,48 @@ def test_documents_go_into_few_groups_without_a_token_twice(visibility):
             for start, count in (("query", "num_queries"), ("key", "num_keys")):
                 tokens = [getattr(tile, start) + i for tile in group for i in range(getattr(tile, count))]
                 assert len(tokens) == len(set(tokens))
+
+
+def errors_of(kernel, tile):
+    """Relative errors of output and of the gradients of query, key and value, one tile on its own."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
+    q, k, v, g = (torch.randn(1, *size, CHANNELS, generator=generator, dtype=torch.float64) for size in sizes)
+    plain = BlockwiseTorch(SCALE)
+    out, lse = plain.forward(q, k, v, tile)
+    found = [kernel.forward(q, k, v, tile)[0], *kernel.backward(g, q, k, v, out, lse, tile)]
+    expected = [out, *plain.backward(g, q, k, v, out, lse, tile)]
+    return [((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+
+
+def test_flash_kernels_drop_keys_where_a_band_has_more_queries_than_keys():
+    """Why ``plan_tiles`` makes no such band: a missing limit on the right becomes the number of keys."""
+    tall = Tile(None, 0, 18, 0, 12, 6, None, 0, 0)
+    assert errors_of(FlashInTorch(), tall)[0] > 0.03
+    assert max(errors_of(FlashInTorch(), tall._replace(num_queries=12))) < 1e-12
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bands_with_a_limit_on_the_left_have_no_more_queries_than_keys(size):
+    spans = [zigzag.spans(48, rank, size) for rank in range(size)]
+    tiles = [
+        tile
+        for visibility, documents in itertools.product(
+            [Visibility(causal, (left, 0 if causal else right)) for causal in (True, False) for left in range(0, 48, 5)
+             for right in (-1, 0, 7)], [None, (0, 7, 8, 26, 48)],
+        )
+        for queries, keys in itertools.product(spans, [*spans, ((0, 48),)])
+        for tile in plan_tiles(queries, keys, visibility, 48, documents)
+    ]  # fmt: skip
+    assert all(tile.num_queries <= tile.num_keys for tile in tiles if tile.left is not None)
+
+
+class WithoutWindows(FlashInTorch):
+    def _flash(self, query, key, value, shape, window):
+        return super()._flash(query, key, value, shape, (-1, -1))
+
+
+def test_a_kernel_that_is_wrong_on_bands_is_found_out():
+    settings = (SCALE, 8, torch.float32, torch.device("cpu"))
+    assert bands_are_right(FlashInTorch(), *settings)
+    assert not bands_are_right(WithoutWindows(), *settings)
