@@ -21,12 +21,14 @@ from pathlib import Path
 from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure
 from megatron.training.watchdog.neighbours import Neighbours
-from megatron.training.watchdog.progress import Beat, Progress
+from megatron.training.watchdog.progress import STARTING, Beat, Progress
 from megatron.training.watchdog.stacks import dump_if_locked, where_is, write_stacks
 
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 1
+UNHEARD = Beat(0, 0, 0, STARTING, silence=0.0, allowed=float("inf"))
+"""Of a rank that has not sent a heartbeat yet: it is as dead as any other if none comes."""
 
 
 @dataclass(frozen=True)
@@ -98,10 +100,6 @@ class Monitor(threading.Thread):
     def run(self) -> None:
         last = time.monotonic()
         while not self.stopped:
-            self.wake.wait(self.limits.interval)
-            self.wake.clear()
-            if self.stopped:
-                return
             self.round_began = now = time.monotonic()
             if now - last > self.limits.heart / 2:  # this process itself stood still: judge nobody by old news
                 self._heard.clear()
@@ -109,6 +107,8 @@ class Monitor(threading.Thread):
             last = now
             self._attempt_round()
             self.round_began = None
+            self.wake.wait(self.limits.interval)
+            self.wake.clear()
 
     def _attempt_round(self) -> None:
         try:
@@ -155,11 +155,11 @@ class Monitor(threading.Thread):
 
     def _judge(self, rank: int) -> Failure | None:
         """A failure if ``rank``'s heart has stopped or its main thread is stuck."""
-        beat = self.board.beat(rank)
-        if beat is None or self.board.finished(rank):
+        beat = self.board.beat(rank) or UNHEARD
+        if self.board.finished(rank):
             return None
         now = time.monotonic()
-        count, since = self._heard.get(rank, (-1, now))
+        count, since = self._heard.setdefault(rank, (beat.count, now))
         if beat.count != count:
             self._heard[rank] = (beat.count, now)
         elif now - since > self.limits.heart:
@@ -175,7 +175,7 @@ class Monitor(threading.Thread):
         limit = time.monotonic() + self.limits.spreading
         while time.monotonic() < limit and not self.board.all_answered():
             time.sleep(0.05)
-        beats, answers = self.board.beats(), self.board.answers()
+        beats, answers = dict.fromkeys(self.board.ranks, UNHEARD) | self.board.beats(), self.board.answers()
 
         def order(rank: int) -> tuple[bool, int, bool, bool, int, float]:
             beat, waits = beats[rank], rank in answers and answers[rank].waits
@@ -200,6 +200,7 @@ class Monitor(threading.Thread):
         none is, whoever got least far is named. Where another rank failed first, the process ends in here.
         """
         self.own_error = trace
+        self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
             self._wait(self.limits.heart + self.limits.spreading, lambda: self.board.failure() is not None)
@@ -213,10 +214,13 @@ class Monitor(threading.Thread):
         self._wait(self.limits.spreading, self.board.others_know)
 
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
+        """Until ``condition`` holds; where it asks a store that is gone, that is for the monitor to find out."""
         limit = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError, OSError):
-            while time.monotonic() < limit and not condition():
-                time.sleep(0.05)
+        while time.monotonic() < limit:
+            with contextlib.suppress(RuntimeError, OSError):
+                if condition():
+                    return
+            time.sleep(0.05)
 
     # ---- the end
 

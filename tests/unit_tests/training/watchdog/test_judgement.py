@@ -1,0 +1,131 @@
+"""Who is blamed, how long a silence may last, and which stacks wait for others: without any process."""
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.training.rendezvous import Arrival
+from megatron.training.watchdog.board import Answer, Board, Failure
+from megatron.training.watchdog.monitor import Limits, Monitor
+from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
+from megatron.training.watchdog.stacks import is_consequence, waits_for_others
+
+
+def monitors(count, timeout=0.4):
+    """The monitors of ``count`` ranks on hosts of their own, their threads not started."""
+    store = dist.HashStore()
+    arrivals = [Arrival(f"host{rank}", rank, count, f"machine{rank}") for rank in range(count)]
+    return [
+        Monitor(Board(store, rank, count), arrivals, Progress(timeout, 60.0), Limits.of(timeout),
+                agent_holds_store=False, folder=None)
+        for rank in range(count)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beats", "waits", "culprit"),
+    [
+        ([(7, COMPUTING), (6, COMPUTING)], [True, True], 1),  # least far
+        ([(7, COMPUTING), (7, DATA)], [False, False], 1),  # data before computing
+        ([(7, COMPUTING), (7, EVALUATION_DATA)], [True, False], 1),
+        ([(7, COMPUTING), (7, COMPUTING), (7, COMPUTING)], [True, False, True], 1),  # not in a collective
+        ([(7, COMPUTING), (9, COMPUTING)], [True, None], 1),  # does not answer
+    ],
+)
+def test_the_rank_that_got_least_far_is_blamed(beats, waits, culprit):
+    ranks = monitors(len(beats))
+    for rank, ((iteration, phase), wait) in enumerate(zip(beats, waits)):
+        ranks[rank].board.publish(Beat(1, iteration, 3, phase, silence=9.0, allowed=1.0))
+        if wait is not None:
+            ranks[rank].board.answer(Answer(wait, f"stack of {rank}"))
+    ranks[0]._answer = lambda: Answer(bool(waits[0]), "stack of 0")
+    failure = ranks[0]._find_culprit()
+    assert failure.rank == culprit and "no progress for 9 s" in failure.reason
+    assert failure.detail == ("" if waits[culprit] is None else f"stack of {culprit}")
+
+
+def test_a_rank_is_gone_if_its_heart_stops_or_never_beats():
+    """The others' hosts are out of reach before their first heartbeat, or after one."""
+    first, second, third = monitors(3)
+    third.board.publish(Beat(1, 5, 9, COMPUTING, silence=0.0, allowed=1.0))
+    assert first._judge(1) is None and first._judge(2) is None
+    first._heard = {rank: (count, since - 10.0) for rank, (count, since) in first._heard.items()}
+    assert "before the first iteration: process 1 on host1 is stopped, locked or out of reach" in first._judge(1).reason
+    assert "iteration 6, computing: process 2 on host2" in first._judge(2).reason
+    second.board.publish(Beat(1, 0, 0, COMPUTING, silence=0.0, allowed=1.0))
+    third.board.finish()
+    assert first._judge(1) is None and first._judge(2) is None
+
+
+def test_an_error_with_the_store_gone_leaves_the_last_word_to_the_monitor():
+    """Else a rank would leave by the error of a collective without naming the host that died."""
+    monitor = monitors(2)[0]
+    for name in ("failure", "others_know", "declare"):
+        setattr(monitor.board, name, store_is_gone)
+    began = time.monotonic()
+    monitor.main_thread_raised("reason", "trace", consequence=True)
+    assert time.monotonic() - began > monitor.limits.heart and monitor.wake.is_set()
+
+
+def store_is_gone(*args):
+    raise RuntimeError("Connection reset by peer")
+
+
+def test_the_first_failure_stays():
+    first, second = (monitor.board for monitor in monitors(2))
+    first.declare(Failure(0, "was first"))
+    second.declare(Failure(1, "was second"))
+    assert first.failure() == second.failure() == Failure(0, "was first")
+    second.acknowledge()
+    assert first.others_know() and not second.others_know()
+
+
+def test_a_lost_host_is_gone_everywhere_within_the_promise():
+    for timeout in (5.0, 60.0, 600.0):
+        limits = Limits.of(timeout)
+        assert limits.heart + 2 * limits.interval + limits.grace + limits.spreading <= 1.01 * timeout + 6
+
+
+def test_work_of_unknown_length_is_given_the_time_of_a_collective():
+    """The first iteration with its backward pass, also of a resumed run, and the first batch of an evaluation."""
+    progress = Progress(10.0, 600.0)
+    progress.iteration = 40  # as after a checkpoint
+    task = SimpleNamespace(get_batch=lambda: progress.allowed, forward_step=lambda: progress.allowed)
+    mark_task(task, progress)
+    assert task.get_batch() == task.forward_step() == progress.allowed == 540.0
+    assert task.get_batch() == task.forward_step() == progress.allowed == 540.0  # the next micro-batch of it
+    progress.iteration = 41
+    with torch.no_grad():
+        assert task.get_batch() == task.forward_step() == 540.0
+        assert task.get_batch() == task.forward_step() == progress.allowed == 10.0
+    assert task.get_batch() == task.forward_step() == progress.allowed == 10.0
+
+
+def test_a_process_that_stood_still_is_not_blamed_for_it():
+    progress = Progress(10.0, 600.0)
+    progress.mark(COMPUTING)
+    progress.last -= 100.0
+    progress.forgive(100.0)
+    assert progress.beat().silence < 10.0
+
+
+def test_a_stack_of_a_collective_waits_for_others_and_one_of_the_launcher_does_not():
+    def frame_in(filename):
+        code = compile("frame = sys._getframe()", filename, "exec")
+        scope = {"sys": sys}
+        exec(code, scope)
+        return scope["frame"]
+
+    assert waits_for_others(frame_in("/site-packages/torch/distributed/distributed_c10d.py"))
+    assert not waits_for_others(frame_in("/site-packages/torch/distributed/elastic/multiprocessing/api.py"))
+    assert not waits_for_others(frame_in("my_data.py")) and not waits_for_others(None)
+
+
+def test_errors_of_collectives_may_be_consequences():
+    assert is_consequence(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
+    assert is_consequence(dist.DistBackendError("NCCL error in: ..."))
+    assert not is_consequence(ValueError("Connection closed by peer")) and not is_consequence(RuntimeError("CUDA OOM"))
