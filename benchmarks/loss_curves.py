@@ -127,7 +127,7 @@ def draw(name: str, tokens: dict[str, str], steps: int, timeout: float) -> dict[
     record = environment(cpu=not curve.gpu)
     return {
         **result, "seconds": round(time.perf_counter() - started, 1), "environment": record,
-        "losses": [each["lm loss"] for each in records], "grad_norms": [each["grad-norm"] for each in records],
+        "losses": [each["lm loss"] for each in records], "grad_norms": [each["grad_norm"] for each in records],
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -32,6 +33,8 @@ from megatron.training.resolve import resolve
 ROOT = Path(__file__).resolve().parents[2]
 PROFILED = 2
 """Iterations under the profiler, the last of a job; the first of them is read, the second shows where it ends."""
+LAUNCHER = re.compile(r"[WEI]\d{4} .*torch/distributed/|={20,}|-{20,}")
+"""Lines of torchrun itself."""
 LEARNED = 1e-3
 """A loss that leaves no gradient to compute."""
 
@@ -95,7 +98,8 @@ def reason(stderr: str) -> str:
     start, *tracebacks = stderr.split("Traceback (most recent call last):")
     own = [text for text in tracebacks if "torch/distributed/run.py" not in text]
     said = "Traceback:".join([start, *own]).split("torch.distributed.elastic.multiprocessing", 1)[0]
-    return said[-2000:].strip()
+    lines = [line for line in said.splitlines() if not LAUNCHER.match(line)]
+    return "\n".join(lines)[-2000:].strip()
 
 
 def run_command(

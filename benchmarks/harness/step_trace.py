@@ -26,6 +26,8 @@ DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHERS = ("cuda_runtime", "cuda_driver")
 HOST = ("cpu_op", "user_annotation")
 ITERATION = re.compile(r"^iteration (\d+)$")
+TRANSFER = re.compile(r"^(gloo|nccl):")
+"""Ranges from the start to the end of a collective; they nest with nothing."""
 LAUNCH = re.compile(r"Launch|cudaMemcpy.*Async|cudaMemset.*Async", re.IGNORECASE)
 SYNCHRONIZES = re.compile(r"(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cuMemcpy", re.IGNORECASE)
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0}
@@ -109,7 +111,7 @@ class Scopes:
     def __init__(self, events: Iterable[Event]) -> None:
         self.by_thread: dict[Any, list[Event]] = {}
         for event in events:
-            if event.get("cat") in HOST and not ITERATION.match(event["name"]):
+            if event.get("cat") in HOST and not ITERATION.match(event["name"]) and not TRANSFER.match(event["name"]):
                 self.by_thread.setdefault((event["pid"], event["tid"]), []).append(event)
         for own in self.by_thread.values():
             own.sort(key=lambda event: (event["ts"], -event["dur"]))
@@ -190,6 +192,10 @@ def device_spans(events: Sequence[Event], scopes: Scopes, weights: Collection[tu
                 whole = [*stack, event]
                 kind = classify(event["name"], path_of(whole), product_shape(whole), weights)
                 spans.append(Span(start, end, event["name"], path_of(stack), kind, start, (event["pid"], event["tid"])))
+        for event in events:
+            if event["name"].startswith("gloo:"):
+                start, thread = event["ts"], (event["pid"], event["tid"])
+                spans.append(Span(start, start + event["dur"], event["name"], "", COMMUNICATION, start, thread))
         return sorted(spans)
     launchers = {
         event["args"]["correlation"]: event

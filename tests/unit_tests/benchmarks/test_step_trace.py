@@ -113,11 +113,13 @@ def test_without_a_gpu_operators_stand_for_kernels(tmp_path):
     trace.host("aten::mul", 10, 30)
     trace.host("aten::linear", 60, 40)
     trace.host("aten::mm", 65, 30, **{"Input Dims": [[8, 4], [4, 6]]})
+    trace.host("gloo:all_reduce", 90, 30, cat="user_annotation")  # behind the end of aten::linear, then exposed
     path = tmp_path / "rank-0.json.gz"
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*trace.events, {"ph": "M"}]}).encode()))
     found = step_trace.profile(step_trace.read_events(path), WEIGHTS)
     assert found.ms[kinds.NORM] == pytest.approx(0.05) and found.ms[kinds.GEMM_FORWARD] == pytest.approx(0.03)
     assert found.ms[kinds.OTHER] == found.ms[kinds.IDLE] == pytest.approx(0.01)  # aten::linear around the product
+    assert found.ms[kinds.COMMUNICATION] == pytest.approx(0.02)
     assert step_trace.profile([]) is None
 
 
