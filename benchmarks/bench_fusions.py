@@ -201,25 +201,33 @@ def measured(operation: Operation, function: Callable[..., Any], device: torch.d
     ]  # fmt: skip
 
 
-def row(operation: Operation, device: torch.device, smoke: bool, repeats: int) -> dict[str, Any]:
-    """Times of every form, or why there is none."""
-    elements = operation.forward_elements, operation.backward_elements
-    record: dict[str, Any] = {"limit_us": [round(2 * n / BYTES_PER_SECOND * 1e6, 2) for n in elements]}
+def rows_of(
+    name: str, operation: Operation, device: torch.device, smoke: bool, repeats: int
+) -> list[dict[str, Any]]:
+    """A record per direction with the times of every form, or why there is none."""
     compiled = None
     if operation.formula is not None and not smoke:
         compiled = torch.compile(operation.formula, dynamic=False)
     runs = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     forms = {"eager_us": operation.eager, "compiled_us": compiled, "kernel_us": operation.kernel if runs else None}
-    for name, function in forms.items():
-        if function is None:
-            continue
-        try:
-            record[name] = [round(each, 2) for each in measured(operation, function, device, repeats)]
-        except Exception as error:  # one form that fails must not cost the others' figures
-            record[name] = f"{type(error).__name__}: {error}"[:300]
-    if isinstance(record.get("kernel_us"), list) and not smoke:
-        record["kernel_share_of_limit"] = [round(a / b, 3) for a, b in zip(record["limit_us"], record["kernel_us"])]
-    return record
+    limits = [2 * n / BYTES_PER_SECOND * 1e6 for n in (operation.forward_elements, operation.backward_elements)]
+    records: list[dict[str, Any]] = [
+        {"name": name, "pass": direction, "limit_us": round(limit, 1)}
+        for direction, limit in zip(("forward", "backward"), limits)
+    ]
+    for form, function in forms.items():
+        times: list[Any] = [None, None]
+        if function is not None:
+            try:
+                times = [round(each, 1) for each in measured(operation, function, device, repeats)]
+            except Exception as error:  # one form that fails must not cost the others' figures
+                times = [f"{type(error).__name__}: {error}"[:200].replace("\n", " ")] * 2
+        for record, each in zip(records, times):
+            record[form] = each
+    for record, limit in zip(records, limits):
+        time_us = record["kernel_us"]
+        record["kernel_share_of_limit"] = round(limit / time_us, 3) if isinstance(time_us, float) else None
+    return records
 
 
 def main() -> int:
@@ -236,15 +244,17 @@ def main() -> int:
         return 0
     residual_norm.STAGES, residual_norm.PROGRAMS_PER_MULTIPROCESSOR = args.norm_stages, args.norm_programs
     device = torch.device("cpu" if args.smoke or not torch.cuda.is_available() else "cuda")
-    rows = {}
+    rows = []
     for name, operation in operations(TINY if args.smoke else Sizes(), device):
         if args.only and not any(word in name for word in args.only):
             continue
-        rows[name] = row(operation, device, args.smoke, 2 if args.smoke else args.repeats)
-        print(f"{name:<22} " + "  ".join(f"{key} {value}" for key, value in rows[name].items()), flush=True)
+        records = rows_of(name, operation, device, args.smoke, 2 if args.smoke else args.repeats)
+        for record in records:
+            print("  ".join(f"{key} {value}" for key, value in record.items()), flush=True)
+        rows += records
         torch._dynamo.reset()
     if not args.smoke or args.output != parser.get_default("output"):
-        record = {"environment": environment(cpu=args.smoke), "smoke": args.smoke, "operations": rows}
+        record = {"environment": environment(cpu=args.smoke), "smoke": args.smoke, "rows": rows}
         args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
