@@ -57,7 +57,8 @@ class ParallelismConfig:
     runs. Sends never wait."""
 
     tp_comm_overlap: bool = False
-    """Overlap tensor-parallel collectives with the matrix products beside them. Needs --sequence-parallel."""
+    """Two halves of a micro-batch take turns, so that tensor-parallel collectives of one run beside computation of the
+    other. Needs --sequence-parallel and an even --micro-batch-size."""
 
     tp_comm_overlap_cfg: str | None = None
     """YAML file that tunes --tp-comm-overlap per operation."""
@@ -68,7 +69,7 @@ class ParallelismConfig:
     cross_entropy_chunk_tokens: int | None = flag("--cross-entropy-chunk-tokens")
     """Output layer and loss take this many tokens at a time, and the logits of all tokens never exist; backward
     computes a chunk's logits again (a third more work in the output layer). 0: as many tokens as give 256 MiB of logits
-    per rank. Under --tp-comm-overlap the output layer's gathers are then not overlapped."""
+    per rank."""
 
     overlap_moe_expert_parallel_comm: bool = False
     """Hide the token exchange between expert-parallel ranks behind another micro-batch's computation."""
@@ -92,7 +93,7 @@ class PrecisionConfig:
     from rounding."""
 
     deterministic_mode: bool = False
-    """Only kernels that give the same bits every time; slower. Excludes --tp-comm-overlap."""
+    """Only kernels that give the same bits every time; slower."""
 
 
 def dtype_of(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:

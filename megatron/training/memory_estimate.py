@@ -272,7 +272,8 @@ def stage_activations(cfg: PretrainConfig, stage: StageContents, vocab_size: int
     if stage.loss:
         tokens = n.whole_stream // cfg.hidden_size
         total += 2 * n.stream * item  # the final norm's input and output
-        total += tokens * stored_vocabulary(cfg, vocab_size) // cfg.tensor_model_parallel_size * item
+        if cfg.cross_entropy_chunk_tokens is None:  # else logits exist a chunk at a time, and are computed again
+            total += tokens * stored_vocabulary(cfg, vocab_size) // cfg.tensor_model_parallel_size * item
     return total
 
 

@@ -117,7 +117,7 @@ FUSED: CrossEntropyPasses | None = None
 if triton is not None:
 
     @triton.jit
-    def _statistics_kernel(
+    def _cross_entropy_statistics_kernel(
         logits, label, out, tokens, num_true, row_stride, BLOCKS: tl.constexpr, BLOCK: tl.constexpr
     ):
         """One row: maximum and sum of exponentials online, and the label's logit."""
@@ -138,7 +138,7 @@ if triton is not None:
         tl.store(out + 2 * tokens + row, tl.load(row_at + entry, mask=is_here, other=0.0).to(tl.float32))
 
     @triton.jit
-    def _gradient_kernel(
+    def _cross_entropy_gradient_kernel(
         logits, label, maximum, total, grad, out, num_true, width, blocks, row_stride, out_stride, BLOCK: tl.constexpr
     ):
         """BLOCK entries of one row."""
@@ -156,7 +156,7 @@ if triton is not None:
         tokens = len(logits_tv)
         out = torch.empty((3, tokens), dtype=torch.float32, device=logits_tv.device)
         if tokens:
-            _statistics_kernel[(tokens,)](
+            _cross_entropy_statistics_kernel[(tokens,)](
                 logits_tv, label_t, out, tokens, num_true, logits_tv.stride(0), BLOCKS=triton.cdiv(num_true, _BLOCK),
                 BLOCK=_BLOCK, num_warps=_NUM_WARPS,
             )  # fmt: skip
@@ -168,7 +168,7 @@ if triton is not None:
         tokens, width = logits_tv.shape
         blocks = triton.cdiv(width, _BLOCK)
         if tokens:
-            _gradient_kernel[(tokens * blocks,)](
+            _cross_entropy_gradient_kernel[(tokens * blocks,)](
                 logits_tv, label_t, softmax.maximum_t, softmax.total_t, grad_t, out_tv, softmax.num_true, width, blocks,
                 logits_tv.stride(0), out_tv.stride(0), BLOCK=_BLOCK, num_warps=_NUM_WARPS,
             )  # fmt: skip

@@ -103,6 +103,7 @@ ACTIVATIONS = {
         " --recompute-num-layers 1 --distribute-saved-activations", 2,
     ),
     "cp2": (f"{LLAMA} --context-parallel-size 2", 2),
+    "chunks": (f"{LLAMA} --cross-entropy-chunk-tokens 8", 1),
 }  # fmt: skip
 
 
