@@ -50,6 +50,8 @@ def shown(value: object) -> str:
     """A cell."""
     if value is None or value == "":
         return "–"
+    if isinstance(value, list):  # forward and backward, say
+        return " / ".join(map(shown, value))
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
@@ -168,22 +170,18 @@ def context_parallel() -> str:
 
 
 def plain(name: str) -> Callable[[], str]:
-    """The table of a benchmark whose file has ``rows``: a list of flat records, or records by name."""
+    """The table of a benchmark whose file has ``rows`` or ``operations``: a list of records, or records by name."""
 
     def render() -> str:
         content = stored(name)
-        found = content.get("rows") or []
+        found = content.get("rows") or content.get("operations") or []
         records = [{"name": key, **row} for key, row in found.items()] if isinstance(found, dict) else found
-        columns = list(dict.fromkeys(key for record in records for key in record if is_cell(record[key])))
+        columns = list(dict.fromkeys(key for record in records for key in record if not isinstance(record[key], dict)))
         text = table(columns, ([record.get(column) for column in columns] for record in records))
         record = content.get("environment") or content.get("machine") or content
         return text + (f"\n{versions(record)}\n" if records else "")
 
     return render
-
-
-def is_cell(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -102,12 +102,12 @@ def test_tables_show_every_kind_of_result(tmp_path, monkeypatch):
                 "tb_per_second": 2.0}]}}  # fmt: skip
     rows = {"one": row, "dp4": {**row, "invalid": "the loss did not fall"}, "tp4-sp": {"command": "c", "error": "died"}}
     (tmp_path / "training.json").write_text(json.dumps({"rows": rows}))
-    steps = [{"kernel": "adam", "ms": 1.5, "x": []}]
+    steps = [{"kernel": "adam", "ms": 1.5, "us": [1, 2.5]}]
     (tmp_path / "optimizer.json").write_text(json.dumps({"device": "X", "rows": steps}))
     text = tables.training()
     assert "| `one` | 1 GPU, 16 layers, s 8192, batch 8 | 600.0 | 21,000 |" in text
     assert "`dp4`: the loss did not fall" in text and "`tp4-sp`: died" in text
     assert "| norm | 1 | 2 | 1 | – | 2 |" in tables.profiles()
-    assert "| adam | 1.5 |" in tables.TABLES["optimizer"]()
+    assert "| adam | 1.5 | 1 / 2.5 |" in tables.TABLES["optimizer"]()
     with pytest.raises(ValueError, match="no table 'x'"):
         tables.page("<!-- table: x -->\n<!-- end of table -->")
