@@ -194,3 +194,31 @@ def context_parallel_rank_forgets_the_others(rank):
         return correct(chunks, scaled, **arguments)
 
     return mock.patch.object(module("megatron.training.trainer"), "finalize_model_grads", local_count)
+
+
+def attention_gradients_of_blocks_are_off(rank):
+    """The blocks of context-parallel attention compute the gradient of keys with an error of one percent."""
+    where = module("megatron.core.context_parallel.kernels").BlockwiseTorch
+    correct = where.backward
+
+    def off(self, *arguments):
+        grad_query, grad_key, grad_value = correct(self, *arguments)
+        return grad_query, grad_key * 1.01, grad_value
+
+    return mock.patch.object(where, "backward", off)
+
+
+def masks_from_the_clock(rank):
+    """Dropout masks come from a generator that nobody seeds."""
+    import torch
+
+    where = module("megatron.core.rng").DropoutStream
+    correct = where.keep_mask
+
+    def drawn(self, rate, *arguments):
+        mask = correct(self, rate, *arguments)
+        generator = torch.Generator()
+        generator.seed()
+        return torch.rand(mask.shape, generator=generator) >= rate
+
+    return mock.patch.object(where, "keep_mask", drawn)

@@ -65,8 +65,8 @@ ZERO_ROWS = {
     "zero1-cp2": ("gpt2", f"{CP2} {ZERO}", 2),
     "zero2-pp2": ("gpt2", f"{PP2} {ZERO}", 4),
     "zero2-pp2-gather": ("gpt2", f"{PP2} {GATHER}", 4),
-    "zero2-pp2-vpp-gather": ("gpt2", f"{PP2} {VPP} {GATHER}", 4),
-    "zero2-pp4-untied": ("untied", f"{PP4} {GATHER}", 8),
+    "zero2-pp2-vpp-gather": ("untied", f"{PP2} {VPP} {GATHER}", 4),
+    "zero2-pp4-gather": ("gpt2", f"{PP4} {GATHER}", 8),
 }
 TENSOR_PARALLEL = {
     "tp2": ("gpt2", TP2, 2),
