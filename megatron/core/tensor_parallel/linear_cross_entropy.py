@@ -8,9 +8,9 @@ chunk again, turns its logits into D in place, and takes its share of dX and dW:
 The peak falls by the logits (t v elements) less one chunk. One all-gather for all chunks exchanges the sums of the
 ranks' slices of the vocabulary.
 
-Gathers of X, sums of dX and where dW goes are those of ``linear.py``, with one difference: of a deferred weight gradient
-only the announcement waits, since D would have to be kept, or computed a third time, for the product to wait. dW is
-summed over chunks in the dtype of ``main_grad``, or in fp32.
+Gathers of X, sums of dX and where dW goes are those of ``linear.py``, with one difference: of a deferred weight
+gradient only the announcement waits, since D would have to be kept, or computed a third time, for the product to wait.
+dW is summed over chunks in the dtype of ``main_grad``, or in fp32.
 
 Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank, h hidden.
 """
