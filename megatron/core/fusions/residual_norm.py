@@ -186,7 +186,7 @@ class _Normalize(torch.autograd.Function):
         rows = stream.numel() // width
         tile = _tile(width)
         most = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(stream.device)
-        steps = triton.cdiv(rows, most * tile["ROWS"])
+        steps = max(1, triton.cdiv(rows, most * tile["ROWS"]))  # of no rows: sums of nothing
         programs = triton.cdiv(rows, steps * tile["ROWS"])
         grad_x = torch.empty_like(stream)
         weight_sums = torch.empty(programs, width, dtype=torch.float32, device=stream.device)

@@ -94,6 +94,12 @@ def test_a_stream_that_nothing_is_added_to_is_not_copied():
     assert normalize_triton(x, None, weight, None, RMS)[0].data_ptr() == x.data_ptr()
 
 
+def test_no_rows_have_a_gradient_of_zero():
+    x, weight = torch.empty(0, 8, device=DEVICE, requires_grad=True), torch.ones(8, device=DEVICE, requires_grad=True)
+    normalize_triton(x, None, weight, None, RMS)[1].sum().backward()
+    assert x.grad.shape == (0, 8) and torch.equal(weight.grad, torch.zeros(8, device=DEVICE))
+
+
 def test_rows_that_no_program_holds_and_unwanted_kernels_are_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_normalize(torch.bfloat16, 4096).kernel is normalize_triton
