@@ -93,7 +93,8 @@ VARIANTS: dict[str, str] = {
     "recompute-mlp": "--recompute-granularity selective --recompute-modules layernorm mlp",
     "recompute-full": RECOMPUTED,
     "precision-aware": (
-        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+        "--adam-beta2 0.95"
     ),
     "te": "--transformer-impl transformer_engine",
     "flash": "--attention-backend flash",
