@@ -40,7 +40,7 @@ class Fault:
     interpreter: bool = False
     """Whether torchrun and the ranks are fresh processes of a shell, with nothing loaded."""
     device: str = "cpu"
-    timeout: float = 5.0
+    timeout: float = 6.0
     """--watchdog-timeout-seconds."""
     collective_minutes: float = 10.0
     """--distributed-timeout-minutes."""
@@ -124,7 +124,7 @@ def is_zombie(pid):
 def environment(fault, folder):
     return {
         "FAULT": fault.what, "FAULT_RANK": str(fault.rank), "FAULT_FOLDER": str(folder), "PYTHONPATH": str(ROOT),
-        "STANDSTILL": str(2 * fault.timeout), "COLLECTIVE_MINUTES": str(fault.collective_minutes),
+        "STANDSTILL": str(1.2 * fault.timeout), "COLLECTIVE_MINUTES": str(fault.collective_minutes),
         "OMP_NUM_THREADS": "1",
     } | ({"CUDA_VISIBLE_DEVICES": ""} if fault.device == "cpu" else {})  # fmt: skip
 

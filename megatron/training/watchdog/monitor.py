@@ -22,7 +22,7 @@ from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure
 from megatron.training.watchdog.neighbours import Neighbours
 from megatron.training.watchdog.progress import STARTING, Beat, Progress
-from megatron.training.watchdog.stacks import dump_if_locked, where_is, write_stacks
+from megatron.training.watchdog.stacks import dump_if_locked, has_timed_out, where_is, write_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Limits:
 
     @classmethod
     def of(cls, timeout: float) -> Limits:
-        return cls(heart=0.75 * timeout, interval=min(max(timeout / 20, 0.1), 3.0), grace=min(timeout / 10, 2.0))
+        return cls(heart=timeout * 2 / 3, interval=min(max(timeout / 20, 0.1), 3.0), grace=min(timeout / 20, 2.0))
 
     @property
     def spreading(self) -> float:
@@ -203,7 +203,8 @@ class Monitor(threading.Thread):
         self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
-            self._wait(self.limits.heart + self.limits.spreading, lambda: self.board.failure() is not None)
+            dies_meanwhile = 0.0 if has_timed_out(reason) else self.limits.heart
+            self._wait(dies_meanwhile + self.limits.spreading, lambda: self.board.failure() is not None)
         with contextlib.suppress(RuntimeError, OSError):
             if self.board.failure() is None:
                 self.board.declare(self._find_culprit() if consequence else Failure(self.rank, reason, trace))

@@ -73,3 +73,8 @@ def is_consequence(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(word in str(error) for word in CONSEQUENCES)
     )
+
+
+def has_timed_out(reason: str) -> bool:
+    """Whether a collective was given up: nobody has died, or it would have been seen during the wait."""
+    return any(word in reason.lower() for word in ("timed out", "timeout"))

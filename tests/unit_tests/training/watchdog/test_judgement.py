@@ -12,7 +12,7 @@ from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure
 from megatron.training.watchdog.monitor import Limits, Monitor
 from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
-from megatron.training.watchdog.stacks import is_consequence, waits_for_others
+from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
 
 
 def monitors(count, timeout=0.4):
@@ -85,9 +85,9 @@ def test_the_first_failure_stays():
 
 
 def test_a_lost_host_is_gone_everywhere_within_the_promise():
-    for timeout in (5.0, 60.0, 600.0):
+    for timeout in (10.0, 60.0, 600.0):
         limits = Limits.of(timeout)
-        assert limits.heart + 2 * limits.interval + limits.grace + limits.spreading <= 1.01 * timeout + 6
+        assert limits.heart + 2 * limits.interval + limits.grace + limits.spreading <= timeout
 
 
 def test_work_of_unknown_length_is_given_the_time_of_a_collective():
@@ -129,3 +129,4 @@ def test_errors_of_collectives_may_be_consequences():
     assert is_consequence(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
     assert is_consequence(dist.DistBackendError("NCCL error in: ..."))
     assert not is_consequence(ValueError("Connection closed by peer")) and not is_consequence(RuntimeError("CUDA OOM"))
+    assert has_timed_out("RuntimeError: [unbound_buffer.cc] Timed out waiting 600000ms for recv operation to complete")
