@@ -29,6 +29,11 @@ _ELEMENTS, _NUM_WARPS = 2048, 4
 """Elements of a program, whole heads: 4 KiB of 16-bit values read and as many written."""
 
 
+class Rotary(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> Tensor:
+        """Rotated ``x`` [s, b, a, d]."""
+
+
 class SplitRotary(Protocol):
     def __call__(
         self, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /
@@ -134,25 +139,51 @@ if triton is not None:
 def _launch(
     packed: Tensor, heads: tuple[Tensor, Tensor, Tensor], tables: tuple[Tensor, Tensor], interleaved: bool, packs: bool
 ) -> None:
-    """``tables`` are contiguous [s, r]; ``packed`` is contiguous, each of ``heads`` in its last dim."""
-    length, batch, groups, per_group, channels = packed.shape
+    """``tables`` are contiguous [s, r]; ``packed`` is contiguous, each of ``heads`` in its last dim. A ``packed`` of
+    four dims, [s, b, a, d], has query heads alone, and only the first of ``heads`` counts."""
+    length, batch = packed.shape[:2]
+    groups, per_group, channels = packed.shape[2:] if packed.dim() == 5 else (1, *packed.shape[2:])
+    queries = per_group - 2 if packed.dim() == 5 else per_group
     pairs, num_heads = tables[0].shape[1], groups * per_group
     rest = channels - 2 * pairs
     at_once = max(1, min(_ELEMENTS // triton.next_power_of_2(channels), triton.next_power_of_2(num_heads)))
     tiles = triton.cdiv(num_heads, at_once)
     _split_rotary_kernel[(length * batch * tiles,)](
         packed, *heads, *tables, batch, num_heads, tiles, -1.0 if packs else 1.0,
-        *(stride for x in heads for stride in x.stride()[:3]), PER_GROUP=per_group - 2, CHANNELS=channels, PAIRS=pairs,
+        *(stride for x in heads for stride in x.stride()[:3]), PER_GROUP=queries, CHANNELS=channels, PAIRS=pairs,
         PADDED_PAIRS=triton.next_power_of_2(pairs), REST=rest, PADDED_REST=triton.next_power_of_2(max(rest, 1)),
         HEADS=at_once, INTERLEAVED=interleaved, PACKS=packs, num_warps=_NUM_WARPS,
     )  # fmt: skip
+
+
+def _rows(table: Tensor) -> Tensor:
+    """[s, 1, 1, r] -> [s, r]."""
+    return table.reshape(table.shape[0], -1).contiguous()
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        tables = _rows(cos), _rows(sin)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        _launch(x.contiguous(), (out, out, out), tables, interleaved, False)
+        ctx.save_for_backward(*tables)
+        ctx.interleaved = interleaved
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        grad_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        _launch(grad_x, (grad, grad, grad), ctx.saved_tensors, ctx.interleaved, True)
+        return grad_x, None, None, None
 
 
 class _SplitRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
         length, batch, groups, per_group, channels = packed.shape
-        tables = cos.reshape(length, -1).contiguous(), sin.reshape(length, -1).contiguous()
+        tables = _rows(cos), _rows(sin)
         made = [packed.new_empty(length, batch, n * groups, channels) for n in (per_group - 2, 1, 1)]
         query, key, value = made
         _launch(packed.contiguous(), (query, key, value), tables, interleaved, False)
@@ -171,6 +202,16 @@ class _SplitRotary(torch.autograd.Function):
 def split_rotary_triton(packed: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
     """One kernel forward, one backward."""
     return _SplitRotary.apply(packed, cos, sin, interleaved)
+
+
+def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """As :func:`megatron.core.fusions.rope.apply_rotary`, for heads that were split before, to be normed."""
+    return _Rotary.apply(x, cos, sin, interleaved)
+
+
+def choose_rotary(dtype: torch.dtype, wanted: bool = True) -> Rotary:
+    """For heads of ``dtype``; not ``wanted`` asks for plain torch."""
+    return ByDevice(rotary_triton, apply_rotary) if kernels_serve(dtype, wanted) else apply_rotary
 
 
 def choose_split_rotary(dtype: torch.dtype, wanted: bool = True) -> SplitRotary:

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.rope import apply_rotary
-from megatron.core.fusions.split_rotary import SplitRotary, choose_split_rotary
+from megatron.core.fusions.split_rotary import SplitRotary, choose_rotary, choose_split_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -94,6 +93,7 @@ class SelfAttention(nn.Module):
             groups=groups,
         )
         self.rotary_interleaved = config.rotary_interleaved
+        self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._rotated_heads: SplitRotary = self._normed_and_rotated
         if isinstance(self.q_layernorm, IdentityOp) and isinstance(self.k_layernorm, IdentityOp):
             self._rotated_heads = choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
@@ -108,7 +108,7 @@ class SelfAttention(nn.Module):
         self, grouped: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = self._heads(grouped)
-        return apply_rotary(query, cos, sin, interleaved), apply_rotary(key, cos, sin, interleaved), value
+        return self._rotated(query, cos, sin, interleaved), self._rotated(key, cos, sin, interleaved), value
 
     def forward(
         self,

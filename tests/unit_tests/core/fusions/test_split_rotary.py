@@ -5,14 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron.core.fusions.rope import rotary_reference
+from megatron.core.fusions.rope import apply_rotary, rotary_reference
 from megatron.core.fusions.split_rotary import (
+    choose_rotary,
     choose_split_rotary,
+    rotary_triton,
     split_heads,
     split_rotary_plain,
     split_rotary_triton,
 )
-from tests.test_utils.kernels import assert_equal_to_formula, filled
+from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
 
 
 def exact(packed, cos, sin, interleaved):
@@ -24,7 +26,7 @@ def check(shape, pairs, dtype, interleaved, function=split_rotary_triton):
     """``shape``: s, b, g, p, d. Gradients come in another order of dims, as attention kernels return them."""
     length, batch, groups, per_group, channels = shape
     packed = filled(length, batch, groups, per_group + 2, channels, dtype=dtype)
-    angles = filled(length, 1, 1, pairs, dtype=torch.float64, seed=1).to("cuda" if torch.cuda.is_available() else "cpu")
+    angles = filled(length, 1, 1, pairs, dtype=torch.float64, seed=1).to(DEVICE)
     tables = (angles.cos(), angles.sin())
     upstream = [
         filled(batch, heads * groups, length, channels, dtype=dtype, seed=2 + heads).permute(2, 0, 1, 3)
@@ -59,6 +61,23 @@ def test_the_kernel_equals_the_formula_at_real_sizes(shape, pairs, dtype, interl
     check(shape, pairs, dtype, interleaved)
 
 
+@pytest.mark.parametrize(
+    "shape, pairs, dtype",
+    [
+        ((3, 2, 3, 10), 4, torch.float32),
+        pytest.param((8192, 1, 32, 128), 64, torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((257, 3, 5, 72), 30, torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)
+def test_heads_that_were_split_before_are_rotated_alike(shape, pairs, dtype):
+    angles = filled(shape[0], 1, 1, pairs, dtype=torch.float64, seed=1).to(DEVICE)
+    cos, sin = angles.cos(), angles.sin()
+    assert_equal_to_formula(
+        lambda x: rotary_triton(x, cos.float(), sin.float(), False), lambda x: rotary_reference(x, cos, sin),
+        [filled(*shape, dtype=dtype)], [filled(*shape, dtype=dtype, seed=2)],
+    )  # fmt: skip
+
+
 def test_plain_torch_equals_the_formula():
     check((5, 2, 2, 3, 12), 4, torch.float32, False, function=split_rotary_plain)
 
@@ -67,3 +86,5 @@ def test_the_flag_chooses_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_split_rotary(torch.bfloat16).kernel is split_rotary_triton
     assert choose_split_rotary(torch.bfloat16, False) is split_rotary_plain
+    assert choose_rotary(torch.bfloat16).kernel is rotary_triton
+    assert choose_rotary(torch.bfloat16, False) is apply_rotary
