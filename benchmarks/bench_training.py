@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.harness import jobs
 from benchmarks.harness.environment import environment
-from benchmarks.harness.rows import ROWS, VARIANTS, split_name
+from benchmarks.harness.rows import ROWS, VARIANTS, row_of, split_name
 
 RESULTS = Path(__file__).resolve().parent / "results" / "training.json"
 HEADER = f"{'row':<28}{'TFLOP/s':>8}{'tokens/s':>10}{'s/iter':>8}{'peak GB':>9}{'exposed':>9}{'idle ms':>9}{'waits':>7}"
@@ -69,11 +69,15 @@ def details(result: dict[str, Any]) -> str:
 
 
 def merge(path: Path, name: str, result: dict[str, Any]) -> None:
-    """Adds a row to a file of results, in the order of the table."""
+    """Adds a row to a file of results, in the order of the table; one of another device stands beside the first."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": {}}
+    device = result["environment"]["device"]
+    before = content["rows"].get(name)
+    if before is not None and before["environment"]["device"] != device:
+        name = f"{name} on {device}"
     content["rows"][name] = result
     order = {row: position for position, row in enumerate(ROWS)}
-    names = sorted(content["rows"], key=lambda each: (order[each.split("+")[0]], each))
+    names = sorted(content["rows"], key=lambda each: (order[row_of(each)], each))
     content["rows"] = {each: content["rows"][each] for each in names}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -122,8 +126,10 @@ def main() -> int:
         print(listing())
         return 0
     extra = shlex.split(args.extra_flags)
+    if args.layers:
+        extra += ["--num-layers", str(args.layers)]
     settings = jobs.Settings(
-        repeats=args.repeats, warmup=args.warmup, iters=args.iters, layers=args.layers, profile=args.profile,
+        repeats=args.repeats, warmup=args.warmup, iters=args.iters, profile=args.profile,
         smoke=args.smoke, timeout=args.timeout, extra=tuple(extra), keep_traces=args.keep_traces,
     )  # fmt: skip
     if args.analyse:
@@ -142,8 +148,6 @@ def main() -> int:
     for row in names:
         name = name_of(row, extra)
         result = {**jobs.measure(row, settings), "environment": record}
-        if args.layers:
-            result["layers"] = args.layers
         print(line(name, result), details(result), sep="\n", flush=True)
         failed |= "error" in result or bool(result.get("invalid"))
         if output:

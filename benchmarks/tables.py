@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.harness import roofline  # noqa: E402
 from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
-from benchmarks.harness.rows import ROWS, Row, flags_of, split_name  # noqa: E402
+from benchmarks.harness.rows import ROWS, Row, flags_of, row_of  # noqa: E402
 from megatron.core.models.common.flops import gpt_flops_per_sample  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.resolve import resolve  # noqa: E402
@@ -73,7 +73,6 @@ def training() -> str:
     """The speed table: valid rows only, the others below it with the reason."""
     rows, spoiled, records = [], [], {}
     for name, result in stored("training").get("rows", {}).items():
-        row, _ = split_name(name) if " " not in name else (ROWS[name.split("+")[0]], [])
         reason = result.get("error") or result.get("invalid")
         if reason or result.get("tflops_per_gpu") is None:
             spoiled.append(f"* `{name}`: {shown(reason).strip()[-200:]}")
@@ -82,9 +81,9 @@ def training() -> str:
         number = records.setdefault(record, len(records) + 1)
         found = result.get("profile") or {}
         rows.append((
-            f"`{name}`", what(row), f"{result['tflops_per_gpu']:.1f}", result["tokens_per_second_per_gpu"],
-            result["seconds_per_iteration"], result["peak_memory_gb"], found.get("exposed_communication_ms"),
-            found.get("idle_ms"), result["repeats"], f"[{number}]",
+            f"`{name}`", what(ROWS[row_of(name)]), f"{result['tflops_per_gpu']:.1f}",
+            result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
+            found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
         ))  # fmt: skip
     header = ("row", "run", "TFLOP/s per GPU", "tokens/s per GPU", "s per step", "peak GB", "exposed ms", "idle ms",
               "jobs", "where")  # fmt: skip

@@ -48,7 +48,6 @@ class Settings:
     """Iterations left out of the medians."""
     iters: int | None = None
     """Instead of the row's own number."""
-    layers: int | None = None
     profile: bool = True
     """Of the last repeat."""
     smoke: bool = False
@@ -61,7 +60,7 @@ class Settings:
 def command_of(name: str, folder: Path, settings: Settings, *, traced: bool) -> list[str]:
     """The job of a row; without a launcher where there is one rank."""
     row, _ = split_name(name)
-    words = flags_of(name, extra=settings.extra, smoke=settings.smoke, layers=settings.layers)
+    words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
     iters = settings.iters or (7 if settings.smoke else row.iters)
     words += ["--train-iters", str(iters), "--tensorboard-dir", str(folder)]
     if traced:
@@ -187,15 +186,16 @@ def read_trace(name: str, folder: Path, settings: Settings) -> dict[str, Any]:
 def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
     """The profile of a trace file of a row, and its distance from the limits."""
     row, _ = split_name(name)
-    words = flags_of(name, extra=settings.extra, smoke=settings.smoke, layers=settings.layers)
+    words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
     cfg = resolve(parse_args([*words, "--train-iters", "1"]), row.gpus, gpus=not settings.smoke)
     found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.vocab_size))
     if found is None:
         return {"profile": None}
     profile, ceilings = found.as_dict(), roofline.load_ceilings()
+    report = roofline.report(cfg, cfg.vocab_size, ceilings, profile).as_dict()
     return {
         "profile": profile,
-        "roofline": roofline.report(cfg, cfg.vocab_size, ceilings, profile).as_dict(),
+        "roofline": {**report, "ceilings": ceilings["device"]},
         "communication_if_not_hidden_ms": roofline.communication_ms(cfg, cfg.vocab_size, ceilings),
     }
 

@@ -5,6 +5,7 @@ A row is measured as ``row`` or ``row+variant`` or ``row+variant+variant``; each
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,6 +109,11 @@ VARIANTS: dict[str, str] = {
 SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that products can be told apart
 
 
+def row_of(stored: str) -> str:
+    """The row of a stored result, whatever was added to its name."""
+    return re.split(r"[+ ]", stored)[0]
+
+
 def split_name(name: str) -> tuple[Row, list[str]]:
     """``dp4+te`` -> (the row, its variants); ``ValueError`` names what does not exist and what does."""
     row, *variants = name.split("+")
@@ -119,12 +125,12 @@ def split_name(name: str) -> tuple[Row, list[str]]:
     return ROWS[row], variants
 
 
-def flags_of(name: str, *, extra: Sequence[str] = (), smoke: bool = False, layers: int | None = None) -> list[str]:
+def flags_of(name: str, *, extra: Sequence[str] = (), smoke: bool = False) -> list[str]:
     """The flags of pretrain_gpt.py for a row and its variants; ``extra`` ones come last and so win."""
     row, variants = split_name(name)
-    shape, depth, length, batch = row.shape, layers or row.layers, row.length, row.batch
+    shape, depth, length, batch = row.shape, row.layers, row.length, row.batch
     if smoke:
-        shape, depth, length, batch = row.tiny, layers or SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH
+        shape, depth, length, batch = row.tiny, SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH
     micro_batch = min(row.micro_batch, batch // row.gpus) if smoke else row.micro_batch
     words = [*shape.split(), *COMMON.split(), *row.flags.split()]
     words += ["--num-layers", str(depth), "--seq-length", str(length), "--max-position-embeddings", str(length)]

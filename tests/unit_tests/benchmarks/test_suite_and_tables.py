@@ -46,9 +46,9 @@ def test_items_are_known_by_name_and_any_row_with_variants_is_one():
 
 def test_rows_are_merged_in_the_order_of_the_table(tmp_path):
     path = tmp_path / "training.json"
-    for name in ("dp4", "one+te", "one"):
-        bench_training.merge(path, name, {"command": name})
-    assert list(json.loads(path.read_text())["rows"]) == ["one", "one+te", "dp4"]
+    for name, device in (("dp4", "X"), ("one+te", "X"), ("one", "X"), ("one", "Y"), ("one", "X")):
+        bench_training.merge(path, name, {"environment": {"device": device}})
+    assert list(json.loads(path.read_text())["rows"]) == ["one", "one on Y", "one+te", "dp4"]
     assert bench_training.name_of("one", ["--attention-backend", "flash"]) == "one+flash"
     assert bench_training.name_of("one", ["--lr", "1"]) == "one+--lr 1"
     assert "failed: died" in bench_training.line("one", {"error": "died"})
