@@ -106,6 +106,9 @@ def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     for name in ("sequence_parallel", "tp_comm_overlap"):
         if getattr(cfg, name) and not getattr(resolved, name):
             logger.info("%s: off, as --tensor-model-parallel-size is 1", name)
+    if resolved.tp_comm_overlap and resolved.micro_batch_size % 2:
+        words = "--tp-comm-overlap: no effect with --micro-batch-size %d, of which there are no halves; give 2"
+        logger.warning(words, resolved.micro_batch_size)
     return resolved
 
 

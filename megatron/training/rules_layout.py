@@ -61,8 +61,19 @@ def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
         ranks = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
         reason = f"is not a multiple of {ranks}, as --sequence-parallel needs"
         yield problem(cfg, "seq_length", reason, nearest_multiples(length, tp * cp))
-    if cfg.tp_comm_overlap and not cfg.sequence_parallel:
+
+
+def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:
+    if not cfg.tp_comm_overlap:
+        return
+    if not cfg.sequence_parallel:
         yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
+    if cfg.use_torch_fsdp2:
+        yield problem(cfg, "tp_comm_overlap", "excludes --use-torch-fsdp2, which gathers a layer's weights as a whole")
+    kept = sorted({"mlp", "layernorm"} & set(cfg.recompute_modules or ()))
+    if kept:
+        reason = f"excludes --recompute-modules {' '.join(kept)}: the other half of a micro-batch runs in between"
+        yield problem(cfg, "tp_comm_overlap", reason, "recompute core_attn, mlp_act or whole layers")
 
 
 def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
@@ -109,6 +120,7 @@ RULES: tuple[Rule, ...] = (
     tensor_parallel_ranks_get_whole_heads,
     key_value_heads_split_or_repeat_evenly,
     sequence_parallel_ranks_get_equal_parts,
+    halves_of_micro_batches_can_take_turns,
     files_of_settings_exist,
     recomputation_is_complete,
     recomputed_modules_are_known,

@@ -140,11 +140,6 @@ def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "grad_reduce_in_bf16", "needs --bf16")
 
 
-def determinism_excludes_what_cannot_be(cfg: PretrainConfig) -> Problems:
-    if cfg.deterministic_mode and cfg.tp_comm_overlap:
-        yield problem(cfg, "tp_comm_overlap", "has no deterministic form", "leave it or --deterministic-mode out")
-
-
 def experts_fit_the_layout(cfg: PretrainConfig) -> Problems:
     ep, tp = cfg.expert_model_parallel_size, cfg.tensor_model_parallel_size
     if ep > 1 and cfg.num_experts is None:
@@ -185,7 +180,6 @@ RULES: tuple[Rule, ...] = (
     one_precision_is_chosen,
     loss_scaling_is_for_fp16,
     gradients_reduce_in_one_format,
-    determinism_excludes_what_cannot_be,
     experts_fit_the_layout,
     latent_attention_excludes_groups,
 )

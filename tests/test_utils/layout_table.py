@@ -74,6 +74,11 @@ TENSOR_PARALLEL = {
     "tp4": ("untied", TP4, 4),
     "tp4-sp": ("untied", f"{TP4} {SP}", 4),
     "tp2-sgd": ("sgd", TP2, 2),
+    "tp2-sp-halves": ("gpt2", f"{TP2} {SP} --micro-batch-size 2 --tp-comm-overlap", 2),
+    "tp2-sp-halves-gather": ("llama", f"{TP2} {SP} {GATHER} --micro-batch-size 2 --tp-comm-overlap", 4),
+    "tp2-sp-pp2-halves": (
+        "untied", f"{TP2} {SP} {PP2} --micro-batch-size 2 --tp-comm-overlap --pipeline-schedule zero-bubble", 4,
+    ),
     "tp2-sp-sgd": ("sgd", f"{TP2} {SP}", 2),
     "tp2-llama": ("llama", TP2, 2),
     "tp2-sp-llama": ("llama", f"{TP2} {SP}", 2),

@@ -28,6 +28,7 @@ from megatron.core.notices import notice
 from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.in_flight import InFlight, start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
@@ -39,7 +40,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.overlap import overlap_is_supported
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 if TYPE_CHECKING:
@@ -68,10 +68,6 @@ class StackedSize(NamedTuple):
 def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
     """How a layer multiplies: what the layer chose, and what the configuration adds."""
     return LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion, **chosen)
-
-
-def _overlaps(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
-    return config.tp_comm_overlap and _sequence_parallel(config, groups) and overlap_is_supported(groups.tp)
 
 
 def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
@@ -115,31 +111,45 @@ class ColumnParallelLinear(nn.Module):
         if self.shared_weight is not None and (gather_output or skip_bias_add):
             raise ValueError("rows that several ranks hold exclude gather_output and skip_bias_add")
         gathers = _sequence_parallel(config, groups)
-        self._traits = _traits(
-            config, groups, gather_input=gathers, reduce_input_gradient=not gathers, overlap=_overlaps(config, groups)
-        )
-        self._multiply = self._whole
+        self._traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
+        self._bare_traits = _traits(config, groups)
+        self._multiply, self._multiply_gathered = self._whole, self._whole_of_gathered
         if self.shared_weight is not None:
-            self._multiply = self._with_shared_rows
-            self._traits = _traits(config, groups)
+            self._multiply, self._multiply_gathered = self._with_shared_rows, self._with_shared_rows_of_gathered
         self._enter: Callable = copy_to_tensor_model_parallel_region
         if gathers:
             self._enter = gather_from_sequence_parallel_region
         self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor | InFlight) -> tuple[Tensor, Tensor | None]:
+        """``x`` may be on its way already (:meth:`gather`)."""
         fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        return self._leave(self._multiply(x, fused_bias), self.group), returned_bias
+        if isinstance(x, InFlight):
+            product = self._multiply_gathered(x.wait(), fused_bias)
+        else:
+            product = self._multiply(x, fused_bias)
+        return self._leave(product, self.group), returned_bias
+
+    def gather(self, x: Tensor) -> InFlight:
+        """Starts to collect the positions of all ranks, under sequence parallelism."""
+        return start_all_gather(x, self.group)
 
     def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return parallel_linear(x, self.weight, bias, self._traits, self.weight_gradient_store)
 
+    def _whole_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
+
     def _with_shared_rows(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Two products of one input, which is gathered, and its gradient summed, once and without overlap."""
+        """The input is gathered, and its gradient summed, once and without overlap."""
+        return self._with_shared_rows_of_gathered(self._enter(x, self.group), bias)
+
+    def _with_shared_rows_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Two products of one input."""
         assert self.shared_weight is not None
-        entered, store = self._enter(x, self.group), self.weight_gradient_store
-        own = parallel_linear(entered, self.weight, bias, self._traits, store)
-        shared = parallel_linear(entered, self.shared_weight, self.shared_bias, self._traits, store)
+        store = self.weight_gradient_store
+        own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
+        shared = parallel_linear(x, self.shared_weight, self.shared_bias, self._bare_traits, store)
         return torch.cat((own, shared), dim=-1)
 
 
@@ -208,18 +218,26 @@ class RowParallelLinear(nn.Module):
         self._enter: Callable = scatter_to_tensor_model_parallel_region
         if input_is_parallel:
             self._enter = identity
-        overlaps = _overlaps(config, groups)
-        self._traits = _traits(config, groups, scatter_output=overlaps, overlap=overlaps)
+        self._traits = _traits(config, groups)
         self._leave: Callable = reduce_from_tensor_model_parallel_region
         if sequence_parallel:
-            self._leave = identity if overlaps else reduce_scatter_to_sequence_parallel_region
+            self._leave = reduce_scatter_to_sequence_parallel_region
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
+        """``in_flight``, under sequence parallelism: returns the sum on its way, for :meth:`finish`."""
         if self._bias_is_fused:
             return parallel_linear(x, self.weight, self.bias, self._traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
         product = parallel_linear(entered, self.weight, None, self._traits, self.weight_gradient_store)
-        output = self._leave(product, self.group)
+        if in_flight:
+            return start_reduce_scatter(product, self.group), self.bias
+        return self._with_bias(self._leave(product, self.group))
+
+    def finish(self, flight: InFlight) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`forward` returns."""
+        return self._with_bias(flight.wait())
+
+    def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
@@ -310,7 +328,7 @@ class VocabParallelOutput(nn.Module):
             self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
         gathers = _sequence_parallel(config, groups)
         self._traits = _traits(
-            config, groups, gather_input=gathers, reduce_input_gradient=not gathers, overlap=_overlaps(config, groups),
+            config, groups, gather_input=gathers, reduce_input_gradient=not gathers,
             weight_has_other_uses=weight_is_shared,
         )  # fmt: skip
         self.divisible_by, self.chunk_tokens = divisible_by, config.cross_entropy_chunk_tokens

@@ -31,7 +31,6 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
-from megatron.core.tensor_parallel.overlap import all_gather_then_multiply, multiply_then_reduce_scatter
 
 
 class WeightGradientStore:
@@ -68,13 +67,9 @@ class LinearTraits(NamedTuple):
     """X holds this rank's positions (first dim) of what the product takes."""
     reduce_input_gradient: bool = False
     """X is the same on all ranks, each of which computes a partial sum of dX."""
-    scatter_output: bool = False
-    """Y is a partial sum; each rank gets the sum of its positions. Only with ``overlap``: others call an operator."""
     fuse_weight_gradient: bool = True
     weight_has_other_uses: bool = False
     """The weight appears elsewhere in the graph; its gradient from here goes to ``main_grad`` without further sign."""
-    overlap: bool = False
-    """Cut gathers and scatters into pieces that travel behind the products of other pieces."""
 
 
 class HiddenWeight(NamedTuple):
@@ -107,10 +102,6 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
         ctx.parameter = None if store is None else weight  # recomputation gives back saved tensors as mere copies
-        if traits.overlap and traits.gather_input:
-            return all_gather_then_multiply(x, weight.t(), bias, traits.group)[0]
-        if traits.overlap and traits.scatter_output:
-            return multiply_then_reduce_scatter(x, weight.t(), traits.group)
         return F.linear(all_gather_along_first_dim(x, traits.group) if traits.gather_input else x, weight, bias)
 
     @staticmethod
@@ -124,9 +115,7 @@ class _ParallelLinear(torch.autograd.Function):
         wait_for_sum: Callable[[], object] = _nothing
         if traits.gather_input and needs_weight:
             whole_x, wait_for_x = _start_all_gather(x, traits.group)
-        if traits.scatter_output:
-            grad_x, grad = all_gather_then_multiply(grad.contiguous(), weight, None, traits.group)
-        elif needs_x:
+        if needs_x:
             grad_x, wait_for_sum = _start_input_gradient(grad, weight, traits)
         if store is not None:
             parameter = ctx.parameter

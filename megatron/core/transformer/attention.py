@@ -20,6 +20,7 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import SplitRotary, choose_rotary, choose_split_rotary
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.in_flight import InFlight
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.dropout import DropoutCoordinates
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
@@ -118,15 +119,26 @@ class SelfAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
         dropout: DropoutCoordinates | None = None,
     ) -> Tensor:
+        mixed = self.mix(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        output, _ = self.linear_proj(mixed)
+        return output
+
+    def mix(
+        self,
+        hidden_states: Tensor | InFlight,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: RotaryTables | None,
+        packed_seq_params: PackedSeqParams | None,
+        dropout: DropoutCoordinates | None,
+    ) -> Tensor:
+        """Everything up to the output projection: [s, b, heads * d]."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
         if rotary_pos_emb is None:
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary_pos_emb, self.rotary_interleaved)
-        mixed = self._run_core(self.core_attention, query, key, value, attention_mask, packed_seq_params, dropout)
-        output, _ = self.linear_proj(mixed)
-        return output
+        return self._run_core(self.core_attention, query, key, value, attention_mask, packed_seq_params, dropout)
 
 
 def _head_norm(

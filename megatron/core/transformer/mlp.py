@@ -57,8 +57,11 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        intermediate, _ = self.linear_fc1(hidden_states)
+        output, _ = self.project(self.linear_fc1(hidden_states)[0])
+        return output
+
+    def project(self, intermediate: Tensor, **how: bool) -> tuple[Any, Tensor | None]:
+        """The activation and fc2 of what fc1 gave; ``how`` is handed on to fc2."""
         activated = self.activation(intermediate)
         with self._saving(activated, self.activation, intermediate):
-            output, _ = self.linear_fc2(activated)
-        return output
+            return self.linear_fc2(activated, **how)

@@ -14,10 +14,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.transformer.interleave import Surroundings, can_be_halved, run_interleaved
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class LayerList(nn.Module):
@@ -88,6 +90,7 @@ class TransformerBlock(nn.Module):
             self.final_layernorm = build_module(
                 spec.layer_norm, config, config.hidden_size, config.norm_epsilon, groups=groups
             )
+        self._interleaves = interleaves(config, groups) and all(_has_pieces(layer) for layer in self.layers)
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
 
     def forward(
@@ -99,13 +102,25 @@ class TransformerBlock(nn.Module):
         dropout: DropoutCoordinates | None = None,
     ) -> Tensor:
         hidden_states = hidden_states.to(self.stream_dtype)
-        around = (attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        around = Surroundings(attention_mask, rotary_pos_emb, packed_seq_params, dropout)
         for run, positions in self._runs:
             hidden_states = run(partial(self._through, positions, around), hidden_states)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
-    def _through(self, positions: range, around: tuple, hidden_states: Tensor) -> Tensor:
-        """Layers ``positions`` of this stage; ``around`` is what they take besides the hidden states."""
-        for position in positions:
-            hidden_states = self.layers[position](hidden_states, *around)
+    def _through(self, positions: range, around: Surroundings, hidden_states: Tensor) -> Tensor:
+        """Layers ``positions`` of this stage."""
+        layers = [self.layers[position] for position in positions]
+        if self._interleaves and can_be_halved(hidden_states, around):
+            return run_interleaved(layers, hidden_states, around)
+        for layer in layers:
+            hidden_states = layer(hidden_states, *around)
         return hidden_states
+
+
+def interleaves(config: TransformerConfig, groups: ProcessGroups) -> bool:
+    """Whether halves of micro-batches take turns where they can."""
+    return config.tp_comm_overlap and config.sequence_parallel and groups.tp.size > 1
+
+
+def _has_pieces(layer: nn.Module) -> bool:
+    return isinstance(layer, TransformerLayer) and layer.has_pieces()

@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.dropout import DropoutCoordinates, NoDropout, dropout_is_fused, make_dropout
+from megatron.core.transformer.interleave import Walk
 from megatron.core.transformer.norm import StreamNorm
 from megatron.core.transformer.recompute import forget_norms, run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -124,3 +126,40 @@ class TransformerLayer(nn.Module):
         with self._saving(stream.normed, self.pre_mlp_layernorm, stream.hidden):
             branch = self._run_mlp(self.mlp, stream.normed)
         return self.mlp_dropout(branch, dropout, stream.residual)
+
+    def pieces(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: RotaryTables | None,
+        packed_seq_params: PackedSeqParams | None,
+        dropout: DropoutCoordinates | None,
+    ) -> Walk:
+        """:meth:`forward` under sequence parallelism, stopping between its pieces (``interleave.py``)."""
+        attention, mlp = self.self_attention, self.mlp
+        stream = self._enter(self.input_layernorm, hidden_states)
+        gathering = attention.linear_qkv.gather(stream.normed)
+        yield
+        mixed = attention.mix(gathering, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
+        yield
+        summing, _ = attention.linear_proj(mixed, in_flight=True)
+        yield
+        branch, _ = attention.linear_proj.finish(summing)
+        stream = self._join(stream.residual, branch, dropout)
+        gathering = mlp.linear_fc1.gather(stream.normed)
+        yield
+        intermediate, _ = mlp.linear_fc1(gathering)
+        yield
+        summing, _ = mlp.project(intermediate, in_flight=True)
+        yield
+        branch, _ = mlp.linear_fc2.finish(summing)
+        return self.mlp_dropout(branch, dropout, stream.residual)
+
+    def has_pieces(self) -> bool:
+        """Whether its linear layers can leave their collectives under way."""
+        attention, mlp = self.self_attention, self.mlp
+        columns = getattr(attention, "linear_qkv", None), getattr(mlp, "linear_fc1", None)
+        rows = getattr(attention, "linear_proj", None), getattr(mlp, "linear_fc2", None)
+        return all(isinstance(linear, ColumnParallelLinear) for linear in columns) and all(
+            isinstance(linear, RowParallelLinear) for linear in rows
+        )

@@ -199,6 +199,8 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
         ("--recompute-activations --recompute-modules mlp moe", 1, "--recompute-modules mlp moe: moe not available"),
         ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --recompute-granularity selective"
+         " --recompute-modules layernorm", 2, "--tp-comm-overlap: excludes --recompute-modules layernorm"),
         ("--distribute-saved-activations", 1, "--distribute-saved-activations: counts only with --recompute-gran"),
         ("--multi-latent-attention --group-query-attention", 1, "--group-query-attention: contradicts --multi-latent"),
     ],

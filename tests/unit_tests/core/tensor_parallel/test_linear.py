@@ -116,34 +116,11 @@ def _across_ranks(rank, world_size, traits, deferred):
 
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("traits", [
-    {"reduce_input_gradient": True}, {"gather_input": True}, {"gather_input": True, "overlap": True},
-], ids=["replicated", "gathered", "pieces"])  # fmt: skip
+    {"reduce_input_gradient": True}, {"gather_input": True},
+], ids=["replicated", "gathered"])  # fmt: skip
 def test_column_products_over_ranks_equal_one(gloo_pool, traits, deferred):
     ((output, grad_x, grad_weight, grad_bias),) = gloo_pool.run(_across_ranks, 1, {}, False)
     for world_size in (2, 4):
         split = gloo_pool.run(_across_ranks, world_size, traits, deferred)
         for dim, whole, parts in zip((-1, 0, 0, 0), (output, grad_x, grad_weight, grad_bias), zip(*split)):
             torch.testing.assert_close(torch.cat(parts, dim=dim), whole, rtol=1e-12, atol=1e-12)
-
-
-def _row_in_pieces(rank, world_size, overlap):
-    from megatron.core.tensor_parallel.mappings import reduce_scatter_to_sequence_parallel_region
-
-    group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(4, 2, 8), (3, 8), (4, 2, 3)]
-    x, weight, grad = (torch.randn(*shape, generator=generator, dtype=DOUBLE) for shape in shapes)
-    mine = slice(rank * 8 // world_size, (rank + 1) * 8 // world_size)
-    here = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
-    weight, x = torch.nn.Parameter(weight[:, mine].clone()), x[..., mine].clone().requires_grad_()
-    output = parallel_linear(x, weight, None, LinearTraits(group, scatter_output=overlap, overlap=overlap))
-    if not overlap:
-        output = reduce_scatter_to_sequence_parallel_region(output, group)
-    output.backward(grad[here])
-    return output.detach(), x.grad, weight.grad
-
-
-def test_row_products_in_pieces_equal_one_collective(gloo_pool):
-    for world_size in (2, 4):
-        pieces, whole = (gloo_pool.run(_row_in_pieces, world_size, overlap) for overlap in (True, False))
-        torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)

@@ -22,7 +22,7 @@ MODELS = {
     ("world_size", "tp", "more"),
     [(2, 2, {}), (2, 2, {"sequence_parallel": True}), (4, 4, {"sequence_parallel": True}), (4, 2, {}),
      (4, 4, {"sequence_parallel": True, "tp_comm_overlap": True})],
-    ids=["tp2", "tp2-sp", "tp4-sp", "tp2-dp2", "tp4-pieces"],
+    ids=["tp2", "tp2-sp", "tp4-sp", "tp2-dp2", "tp4-interleaved"],
 )  # fmt: skip
 def test_training_steps_equal_those_of_one_rank(gloo_pool, name, world_size, tp, more):
     model, overrides = MODELS[name]

@@ -1,0 +1,104 @@
+"""Collectives of sequence parallelism that are started in one place and waited for in another.
+
+    flight = start_all_gather(x, group)         backward: waits for the reduce-scatter of the gradient
+    ... anything else ...
+    y = flight.wait()                           backward: starts that reduce-scatter
+
+and the other way round for ``start_reduce_scatter``. Start and end are two nodes of the graph. Autograd runs backward
+nodes in the reverse order of their creation, so what ran while the collective was under way in forward, or rather its
+backward pass, runs while the conjugate collective is under way in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.process_groups import Group
+
+
+class _Collective:
+    """One collective under way. What it reads and writes must outlive it."""
+
+    def __init__(self, start: Callable[..., Any], result: Tensor, source: Tensor, group: Group) -> None:
+        self.result, self._source = result, source
+        self._work = start(result, source, group=group.handle, async_op=True)
+
+    def finish(self) -> Tensor:
+        """The result, complete (on CUDA: in stream order)."""
+        self._work.wait()
+        return self.result
+
+
+Start = Callable[[Tensor, Group], _Collective]
+
+
+def _all_gather(x: Tensor, group: Group) -> _Collective:
+    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
+    return _Collective(dist.all_gather_into_tensor, whole, x.contiguous(), group)
+
+
+def _reduce_scatter(x: Tensor, group: Group) -> _Collective:
+    if x.shape[0] % group.size:
+        raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
+    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    return _Collective(dist.reduce_scatter_tensor, part, x.contiguous(), group)
+
+
+class InFlight:
+    """A started collective; :meth:`wait` must be called once."""
+
+    def __init__(self, x: Tensor, group: Group, forward: Start, backward: Start) -> None:
+        self.group, self.forward, self.backward = group, forward, backward
+        self.under_way: _Collective | None = None
+        self._started = _Begin.apply(x, self)
+
+    def wait(self) -> Tensor:
+        """The result."""
+        return _End.apply(self._started, self)
+
+    def take(self) -> _Collective:
+        """What is under way, which is then forgotten here."""
+        under_way, self.under_way = self.under_way, None
+        assert under_way is not None, "waited for twice"
+        return under_way
+
+
+class _Begin(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        flight.under_way = flight.forward(x, flight.group)
+        return flight.under_way.result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.flight.take().finish(), None
+
+
+class _End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, started: Tensor, flight: InFlight) -> Tensor:
+        ctx.flight = flight
+        result = flight.take().finish()
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        flight = ctx.flight
+        flight.under_way = flight.backward(grad, flight.group)
+        return grad, None  # stands in for the result, which _Begin takes from the flight
+
+
+def start_all_gather(x: Tensor, group: Group) -> InFlight:
+    """[s / n, ...] of every rank -> [s, ...]."""
+    return InFlight(x, group, _all_gather, _reduce_scatter)
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
+    """Partial sums [s, ...] of every rank -> this rank's [s / n, ...] of the sum."""
+    return InFlight(x, group, _reduce_scatter, _all_gather)

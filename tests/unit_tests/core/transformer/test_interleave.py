@@ -1,0 +1,100 @@
+"""Halves of a micro-batch take turns, and every collective has another half's products beside it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import in_flight, linear
+from megatron.core.transformer.interleave import Surroundings, can_be_halved, halves, take_turns
+from tests.test_utils.training_steps import BATCH, LENGTH, VOCAB, build
+
+
+def test_two_walks_alternate_with_the_first_two_pieces_ahead():
+    order = []
+
+    def walk(name, pieces):
+        for index in range(pieces):
+            order.append(f"{name}{index}")
+            yield
+        return torch.tensor(pieces)
+
+    assert [int(result) for result in take_turns(walk("a", 5), walk("b", 5))] == [5, 5]
+    assert order == ["a0", "b0", "a1", "a2", "b1", "a3", "b2", "a4", "b3", "b4"]
+
+
+def test_packed_documents_and_odd_micro_batches_are_not_halved():
+    nothing = Surroundings(None, None, None, None)
+    assert can_be_halved(torch.empty(3, 4, 2), nothing)
+    assert not can_be_halved(torch.empty(3, 3, 2), nothing)
+    assert not can_be_halved(torch.empty(3, 4, 2), nothing._replace(packed_seq_params=object()))
+    mask = torch.arange(4).view(4, 1, 1, 1)
+    assert [half.attention_mask.flatten().tolist() for half in halves(Surroundings(mask, None, None, None), 4)] == [
+        [0, 1], [2, 3]
+    ]  # fmt: skip
+
+
+class _Recorder:
+    """What happens, in order: s and e for the start and end of a collective, * for a matrix product of a layer."""
+
+    def __init__(self):
+        self.events = []
+
+    def install(self, monkeypatch):
+        class Recorded(in_flight._Collective):
+            def __init__(inner, *args):
+                self.events.append("s")
+                super().__init__(*args)
+
+            def finish(inner):
+                self.events.append("e")
+                return super().finish()
+
+        def product(*args):
+            self.events.append("*")
+            return multiply(*args)
+
+        def weight_gradient(*args):
+            self.events.append("*")
+            return gradient(*args)
+
+        multiply, gradient = linear.F.linear, linear._weight_gradient
+        monkeypatch.setattr(in_flight, "_Collective", Recorded)
+        monkeypatch.setattr(linear, "F", SimpleNamespace(linear=product))
+        monkeypatch.setattr(linear, "_weight_gradient", weight_gradient)
+
+
+def _events(rank, world_size):
+    groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    model = build(groups, sequence_parallel=True, tp_comm_overlap=True, attention_dropout=0.0, hidden_dropout=0.0)
+    recorder = _Recorder()
+    tokens = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        recorder.install(monkeypatch)
+        loss = model(tokens, torch.arange(LENGTH).expand(BATCH, -1), labels=tokens).sum()
+        forward = "".join(recorder.events)
+        recorder.events.clear()
+        loss.backward()
+    return forward, "".join(recorder.events)
+
+
+def test_no_collective_is_waited_for_right_after_it_was_started(gloo_pool):
+    """But the first and the last, beside which nothing is left. Four per layer and half, in either direction."""
+    for forward, backward in gloo_pool.run(_events, 2):
+        layers, per_layer = 2, 4
+        assert forward.count("s") == forward.count("e") == backward.count("s") == 2 * layers * per_layer
+        assert forward.count("*") == backward.count("*") == 2 * layers * per_layer + 1  # and the output layer
+        assert _waits_at_once(forward) <= 2 and _waits_at_once(backward) <= 2, (forward, backward)
+
+
+def _waits_at_once(events):
+    """How often a wait finds nothing done since the start of its collective but other starts and waits."""
+    started, count = [], 0
+    for position, event in enumerate(events):
+        if event == "s":
+            started.append(position)
+        elif event == "e":  # one group's collectives end in the order in which they started
+            begin = started.pop(0)
+            count += "*" not in events[begin:position]
+    return count
