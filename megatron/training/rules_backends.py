@@ -10,7 +10,7 @@ from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.resolve import gpu_present
-from megatron.training.rules_common import Rule, problem
+from megatron.training.rules_common import Rule, at_least, problem
 
 Problems = Iterator[Problem]
 
@@ -38,7 +38,7 @@ def transformer_engine_does_all_that_is_asked(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "attention_dropout", reason, f"--attention-dropout 0, --attention-backend local or {_LOCAL}")
     for field, reason in {
         "delay_wgrad_compute": "puts off weight gradients, which only built-in layers do",
-        "tp_comm_overlap": "cuts products into pieces, which only built-in layers do",
+        "tp_comm_overlap": "lets halves of a micro-batch take turns, which only built-in layers do",
         "use_torch_fsdp2": "replaces weights by shards, which the package's modules would not see",
         "fp32_residual_connection": "needs norms that read float32 and write 16 bits, which only built-in ones do",
     }.items():
@@ -82,7 +82,31 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
 
 
+def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
+    field = "cuda_graph_impl"
+    if cfg.cuda_graph_impl != "local":
+        return
+    replicas = cfg.data_parallel_size > 1
+    reasons = {
+        "has sums over other ranks inside": cfg.tensor_model_parallel_size > 1 or cfg.context_parallel_size > 1,
+        "waits for other stages": cfg.pipeline_model_parallel_size > 1,
+        "is cut by the documents' boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
+        "asks for the random state (recomputation does)": cfg.recompute_granularity is not None,
+        "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
+        "starts sums of gradients (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
+        "waits for weights (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
+        f"was not seen recorded with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            yield problem(cfg, field, f"records a micro-batch, but here it {reason}", "leave one of the two out")
+    if not gpu_present() and not cfg.dry_run:
+        yield problem(cfg, field, "records what NVIDIA GPUs do, and there is none", "leave it out")
+    yield from at_least(cfg, 1, "cuda_graph_warmup_steps")
+
+
 RULES: tuple[Rule, ...] = (
+    cuda_graphs_repeat_fixed_work,
     transformer_engine_can_run,
     transformer_engine_does_all_that_is_asked,
     flash_attention_can_run,

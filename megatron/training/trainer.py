@@ -16,10 +16,10 @@ from torch import Tensor
 from megatron.core import batch_schedule as batch_sizes
 from megatron.core.distributed import DataParallel, finalize_model_grads
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.checkpointing import Checkpointer
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.cuda_graphs import make_forward_backward
 from megatron.training.evaluate import EvalSet, Evaluator
 from megatron.training.exit_conditions import (
     ExitConditions,
@@ -66,6 +66,7 @@ class Trainer:
         self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
         self.device = training_device()
+        self.forward_backward = make_forward_backward(cfg, self.device)
         self.flops_per_sample = parts.task.flops_per_sample()
         self.finite = FiniteCheck(global_rank()) if cfg.check_for_nan_in_loss_and_grad and not cfg.fp16 else None
         self.first_iteration = parts.state.iteration + 1
@@ -159,7 +160,7 @@ class Trainer:
         for chunk in parts.model:
             chunk.zero_grad_buffer()
         with self.timers("forward-backward", log_level=1):
-            results = get_forward_backward_func()(
+            results = self.forward_backward(
                 forward_step_func=parts.task.forward_step,
                 data_iterator=parts.train_iterator,
                 model=parts.model,

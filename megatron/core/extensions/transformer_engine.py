@@ -132,17 +132,9 @@ class TEColumnParallelLinear(nn.Module):
     implementation = NAME
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int | StackedSize,
-        *,
-        config: Any,
-        init_method: Init,
-        bias: bool = True,
-        gather_output: bool = False,
-        skip_bias_add: bool = False,
-        groups: ProcessGroups | None = None,
-    ) -> None:
+        self, input_size: int, output_size: int | StackedSize, *, config: Any, init_method: Init, bias: bool = True,
+        gather_output: bool = False, skip_bias_add: bool = False, groups: ProcessGroups | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         groups = groups or SINGLE_PROCESS
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
@@ -177,17 +169,9 @@ class TERowParallelLinear(nn.Module):
     implementation = NAME
 
     def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Init,
-        bias: bool = True,
-        input_is_parallel: bool = True,
-        skip_bias_add: bool = False,
-        groups: ProcessGroups | None = None,
-    ) -> None:
+        self, input_size: int, output_size: int, *, config: Any, init_method: Init, bias: bool = True,
+        input_is_parallel: bool = True, skip_bias_add: bool = False, groups: ProcessGroups | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         groups = groups or SINGLE_PROCESS
         sequence_parallel = _is_sequence_parallel(config, groups)
@@ -220,14 +204,9 @@ class TENorm(nn.Module):
     implementation = NAME
 
     def __init__(
-        self,
-        config: Any,
-        hidden_size: int,
-        eps: float,
-        *,
-        groups: ProcessGroups | None = None,
+        self, config: Any, hidden_size: int, eps: float, *, groups: ProcessGroups | None = None,
         partial: tuple[str, ...] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         groups = groups or SINGLE_PROCESS
         if partial is None:
@@ -263,14 +242,9 @@ class TEDotProductAttention(nn.Module):
     implementation = NAME
 
     def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        *,
-        causal: bool,
-        window: tuple[int, int] | None,
+        self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None,
         groups: ProcessGroups | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         tp = (groups or SINGLE_PROCESS).tp
         left, right = window or (-1, -1)
@@ -284,14 +258,9 @@ class TEDotProductAttention(nn.Module):
         self.packed_mask = "padding_causal" if causal else "padding"
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        dropout: object = None,
-    ) -> Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None, dropout: object = None,
+    ) -> Tensor:  # fmt: skip
         if attention_mask is not None:
             raise ValueError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "

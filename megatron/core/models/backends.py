@@ -41,11 +41,9 @@ class Backend:
 
 
 def transformer_engine_attention(
-    config: TransformerConfig,
-    layer_number: int,
-    attn_mask_type: AttnMaskType = AttnMaskType.causal,
+    config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
     groups: ProcessGroups | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Transformer Engine's attention; where ranks share sequences or no kernel is wanted, that of ``local``.
 
     Raises:
@@ -70,12 +68,9 @@ def transformer_engine_attention(
 
 
 def transformer_engine_layer(
-    config: TransformerConfig,
-    submodules: TransformerLayerSubmodules,
-    layer_number: int = 1,
-    *,
+    config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, *,
     groups: ProcessGroups | None = None,
-) -> TransformerLayer:
+) -> TransformerLayer:  # fmt: skip
     """A layer whose two norms are computed with the products behind them, where nothing else needs their outputs."""
     layer = TransformerLayer(config, submodules, layer_number, groups=groups)
     if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):

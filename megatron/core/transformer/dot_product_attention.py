@@ -140,6 +140,10 @@ class FusedAttention(CoreAttention):
     ) -> None:
         super().__init__(config, layer_number, attn_mask_type)
         self.choice = choose_kernel(request_of(config, layer_number))
+        self._prepare(config)
+
+    def _prepare(self, config: TransformerConfig) -> None:
+        """What follows from the choice."""
 
     def forward(
         self,
@@ -177,25 +181,16 @@ class FusedAttention(CoreAttention):
 class SDPAttention(FusedAttention):
     """``torch.nn.functional.scaled_dot_product_attention``, on a GPU with the chosen kernel and no other."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        groups: ProcessGroups | None = None,
-    ) -> None:
-        super().__init__(config, layer_number, attn_mask_type, groups)
+    def _prepare(self, config: TransformerConfig) -> None:
         self._only = SDPA_BACKENDS.get(self.choice.kernel)
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        if self._has_window_kernel(query) and attention_mask is None and self.choice.kernel == "flash":
+        windowed = self.window is not None and self.choice.kernel == "flash" and attention_mask is None
+        if windowed and query.is_cuda and query.dtype in SIXTEEN_BIT:
             return self._windowed(query, key, value)
         query_basd, key_bgsd, value_bgsd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mixed = self._attend(query_basd, key_bgsd, value_bgsd, attention_mask)
         return mixed.permute(2, 0, 1, 3).flatten(2)
-
-    def _has_window_kernel(self, query: Tensor) -> bool:
-        return self.window is not None and query.is_cuda and query.dtype in SIXTEEN_BIT
 
     def _windowed(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Torch's flash kernel skips what lies outside of the window, which SDPA has no way to ask for."""
@@ -273,14 +268,7 @@ def _repeated(x: Tensor, num_heads: int) -> Tensor:
 class FlashAttention(FusedAttention):
     """The flash-attn package, also for windows and packed documents. No dense masks."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        groups: ProcessGroups | None = None,
-    ) -> None:
-        super().__init__(config, layer_number, attn_mask_type, groups)
+    def _prepare(self, config: TransformerConfig) -> None:
         self._kernels = load_flash_attention(
             int(self.choice.kernel[-1]), scale=self.softmax_scale, causal=self.causal, window=self.window,
             deterministic=config.deterministic_mode,

@@ -71,6 +71,7 @@ NOT_YET: dict[str, NotYet] = {
         "multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type",
     ),
     "transformer_impl": _only("local", "transformer_engine", what="layers for inference alone are"),
+    "cuda_graph_impl": _only("none", "local", what="this kind of CUDA graph is"),
     "spec": NotYet("a layer specification of one's own is", lambda value: value not in (None, ["local"])),
     "optimizer": _only("adam", "sgd", what="this optimizer is"),
     "position_embedding_type": _only("learned_absolute", "rope", "yarn", "none", what="this position embedding is"),

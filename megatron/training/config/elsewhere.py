@@ -10,7 +10,7 @@ ELSEWHERE = frozenset(
     ckpt-drop-redundant-extra-state ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
     ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save-process-group ckpt-pg-tensors-cache-create
     ckpt-pg-tensors-cache-path classes-fraction config-logger-dir cpu-offloading-retain-pinned-cpu-buffers
-    create-all-gather-group cuda-graph-impl cuda-graph-modules cuda-graph-scope cuda-graph-warmup-steps
+    create-all-gather-group cuda-graph-modules cuda-graph-scope
     data-parallel-random-init data-per-class-fraction dataloader-defer-npy-index-mmap dataloader-fast-cache-load
     dataloader-inter-document-masking ddp-param-name-patterns-for-fp32-local-accumulation
     decode-only-cuda-graphs defer-embedding-wgrad-compute

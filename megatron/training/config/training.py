@@ -57,6 +57,13 @@ class TrainingConfig:
     exit_signal: signal.Signals = flag("--exit-signal", default=signal.SIGTERM, parse=parse_signal, metavar="SIGNAL")
     """Signal that --exit-signal-handler waits for."""
 
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
+    """CUDA graphs: local records the forward and backward pass of one micro-batch and replays it for the others, so
+    that the GPU never waits for the host. Needs one whole model per rank and fixed shapes."""
+
+    cuda_graph_warmup_steps: int = 3
+    """Iterations without a graph before --cuda-graph-impl records one, in which kernels are loaded and tuned."""
+
     iterations_to_skip: list[int] = flag("--iterations-to-skip", default_factory=list)
     """Iterations whose data is consumed without an update, for example around a bad batch."""
 

@@ -29,7 +29,7 @@ def everything_installed(monkeypatch):
     ("text", "world_size", "problem"),
     [
         ("--attention-dropout 0.1", 1, "--attention-dropout 0.1: is not for --transformer-impl transformer_engine"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", 2, "--tp-comm-overlap: cuts products"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", 2, "--tp-comm-overlap: lets halves"),
         ("--fp32-residual-connection", 1, "--fp32-residual-connection: needs norms that read float32"),
         ("--use-torch-fsdp2 --ckpt-format torch_dist", 2, "--use-torch-fsdp2: replaces weights by shards"),
         ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8", 2,
@@ -58,6 +58,29 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(rules_backends, "installed_versions", lambda: ())
     (found,) = problems("--flash-attention-version 2 --bf16 --attention-dropout 0")
     assert "pip install flash-attn" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--tensor-model-parallel-size 2", "has sums over other ranks inside"),
+        ("--pipeline-model-parallel-size 2 --global-batch-size 8", "waits for other stages"),
+        ("--reset-attention-mask", "is cut by the documents' boundaries"),
+        ("--recompute-activations", "asks for the random state"),
+        ("--overlap-grad-reduce", "starts sums of gradients"),
+        (f"{ENGINE} --attention-dropout 0", "was not seen recorded"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_installed):
+    assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
+    found = problems(f"--cuda-graph-impl local {text}", 2)
+    assert len(found) == 1 and problem in found[0], found
+
+
+def test_a_cuda_graph_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
+    assert "records what NVIDIA GPUs do" in problems("--cuda-graph-impl local")[0]
+    assert "this kind of CUDA graph" in problems("--cuda-graph-impl full_iteration")[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""On a GPU: the chosen kernel is the one that runs, nothing is copied around it, and a kernel that cannot run says
+why."""
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.core.transformer.dot_product_attention import UnfusedAttention, make_core_attention
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+pytestmark = pytest.mark.gpu
+
+LENGTH, BATCH, HEADS, CHANNELS = 512, 2, 8, 64
+
+
+def make_config(groups, **overrides):
+    sizes = {"num_layers": 1, "hidden_size": HEADS * CHANNELS, "num_attention_heads": HEADS, "num_query_groups": groups}
+    return TransformerConfig(**sizes, attention_dropout=0.0, **{"params_dtype": torch.bfloat16, **overrides})
+
+
+def inputs(groups, dtype=torch.bfloat16, interleaved=True):
+    """Queries as the rotary embedding writes them; keys and values as views of the projection."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    draw = {"device": "cuda", "dtype": dtype, "generator": generator}
+    query = torch.randn(LENGTH, BATCH, HEADS, CHANNELS, **draw)
+    packed = torch.randn(LENGTH, BATCH, groups, 3 * CHANNELS, **draw)
+    key, value = packed[..., :CHANNELS], packed[..., CHANNELS : 2 * CHANNELS]
+    return [x.detach().requires_grad_() for x in (query, key, value)]
+
+
+def kernels_of(core, tensors):
+    """Names of the GPU kernels of forward and backward, after a first round."""
+    for round_number in range(2):
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+            mixed = core(*tensors)
+            gradient = torch.ones_like(mixed)  # [s, b, a * d], as the projection's backward writes it
+            torch.autograd.grad(mixed, tensors, gradient)
+            torch.cuda.synchronize()
+        if round_number:
+            on_gpu = torch.autograd.DeviceType.CUDA
+            return [event.name for event in trace.events() if event.device_type == on_gpu]
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+def test_cudnn_runs_where_it_was_chosen_and_nothing_is_copied(groups):
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("cuDNN is the first choice from Hopper on")
+    core = make_core_attention(make_config(groups), 1)
+    assert core.choice.kernel == "cudnn"
+    names = kernels_of(core, inputs(groups))
+    assert any("cudnn" in name for name in names), names
+    copies = [name for name in names if "copy" in name.lower() or "contiguous" in name.lower()]
+    assert copies == [], copies
+
+
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"attention_backend": "auto"}, {"attention_backend": "flash"}, {"attention_backend": "fused"},
+        {"window_size": (100, 0)}, {"window_size": (0, 0)}, {"attention_backend": "flash", "window_size": (31, 0)},
+        {"params_dtype": torch.float32},
+    ],
+)  # fmt: skip
+def test_every_choice_equals_the_reference_in_float32(choice, groups):
+    config = make_config(groups, **choice)
+    tensors = inputs(groups, config.params_dtype)
+    exact = [x.detach().float().requires_grad_() for x in tensors]
+    reference = UnfusedAttention(config, 1)(*exact)
+    mixed = make_core_attention(config, 1)(*tensors)
+    gradient = torch.randn_like(reference)
+    expected = torch.autograd.grad(reference, exact, gradient)
+    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    for one, other in zip((mixed, *found), (reference, *expected)):
+        assert (one.float() - other).norm() / other.norm() < 0.02
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attn_itself_equals_the_reference(version):
+    pytest.importorskip({2: "flash_attn", 3: "flash_attn_interface"}[version])
+    test_every_choice_equals_the_reference_in_float32({"flash_attention_version": version}, 2)
+    test_every_choice_equals_the_reference_in_float32({"flash_attention_version": version, "window_size": (31, 0)}, 2)
+
+
+def test_a_kernel_that_cannot_run_says_why():
+    core = make_core_attention(make_config(HEADS, attention_backend="flash"), 1)
+    if core.choice.kernel != "flash":
+        pytest.skip("the flash-attn package serves here")
+    with pytest.raises(ValueError, match="attention: torch's flash kernel .* does not take query .*float32"):
+        core(*inputs(HEADS, torch.float32))
