@@ -148,7 +148,7 @@ if triton is not None:
         scale = grad_row / tl.load(total + row)
         x = tl.load(logits + row * row_stride + entry, mask=entry < num_true, other=-float("inf")).to(tl.float32)
         value = tl.exp(x - tl.load(maximum + row)) * scale
-        value = tl.where(entry == tl.load(label + row), value - grad_row, value)
+        value = tl.where(entry == tl.load(label + row).to(tl.int32), value - grad_row, value)
         value = tl.where(entry < num_true, value, 0.0)
         tl.store(out + row * out_stride + entry, value.to(out.dtype.element_ty), mask=entry < width)
 
