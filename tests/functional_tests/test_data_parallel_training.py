@@ -11,7 +11,8 @@ from tests.test_utils.gpt_runs import losses, read_records, train_with_errors, w
 SHARDED = ["--use-distributed-optimizer"]
 OVERLAPPED = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"]
 SMALL = ["--ddp-bucket-size", "1500"]
-SHORT = ["--train-iters", "6", "--lr-decay-iters", "8", "--attention-dropout", "0"]
+SHORT = ["--train-iters", "4", "--lr-decay-iters", "6", "--attention-dropout", "0", "--eval-iters", "0"]
+WITH_EVALUATION = ["--train-iters", "6", "--lr-decay-iters", "8", "--eval-iters", "2"]
 BF16 = ["--bf16"]
 
 
@@ -70,16 +71,16 @@ KINDS = {"adam": [], "sgd": ["--optimizer", "sgd", "--lr", "1e-1"]}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_layout_trains_like_one_rank(gloo_pool, dataset, tmp_path, kind, tied):
-    """Losses, norms, zeros, weights and moments after 6 steps with clipping, dropout and masked tokens."""
+    """Losses, norms, zeros, weights and moments after 4 steps with clipping, dropout and masked tokens."""
     flags = [*KINDS[kind], "--eod-mask-loss", "--clip-grad", "0.5", "--log-params-norm"]
     flags += [] if tied else ["--untie-embeddings-and-output-weights", "--swiglu", "--normalization", "RMSNorm"]
     reference = run(gloo_pool, 1, dataset, tmp_path / "one", flags, fp64=True)
-    expected, records = tensors(reference / "iter_0000006"), train_records(reference)
+    expected, records = tensors(reference / "iter_0000004"), train_records(reference)
     for name, (world_size, layout) in LAYOUTS.items():
         if (kind, tied) != ("adam", True) and name not in ("sharded 4", "fsdp2 2", "tp and sharded"):
             continue
         folder = run(gloo_pool, world_size, dataset, tmp_path / name, [*flags, *layout], fp64=True)
-        found = tensors(folder / "iter_0000006")
+        found = tensors(folder / "iter_0000004")
         assert found.keys() == expected.keys(), name
         for key, tensor in expected.items():
             assert torch.allclose(found[key], tensor, rtol=1e-9, atol=1e-11), (name, key)
@@ -98,7 +99,7 @@ def test_sharding_and_overlap_change_no_bit(gloo_pool, dataset, tmp_path, precis
     expected = None
     for name, flags in {"plain": [], **SAME_ARITHMETIC}.items():
         folder = run(gloo_pool, 2, dataset, tmp_path / name, [*precision, "--clip-grad", "0", *flags])
-        result = digests(folder / "iter_0000006"), losses(folder)
+        result = digests(folder / "iter_0000004"), losses(folder)
         expected = expected or result
         assert result == expected, name
 
@@ -115,12 +116,12 @@ TWELVE = ["--global-batch-size", "12", "--micro-batch-size", "1", "--clip-grad",
 
 
 def halves(pool, dataset, folder, writer, reader, flags, fp64):
-    """Three iterations on one layout (once per writer), three on another; the checkpoint's tensors."""
+    """Two iterations on one layout (once per writer), two on another; the checkpoint's tensors."""
     half, target = folder / "halves" / writer[0], folder / f"{writer[0]} to {reader[0]}"
     if not half.exists():
-        run(pool, writer[1], dataset, half, [*flags, *writer[2], "--exit-interval", "3"], fp64)
+        run(pool, writer[1], dataset, half, [*flags, *writer[2], "--exit-interval", "2"], fp64)
     run(pool, reader[1], dataset, target, [*flags, *reader[2], "--load", str(half)], fp64)
-    return target / "iter_0000006"
+    return target / "iter_0000004"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +129,7 @@ def test_any_layout_continues_any_other(gloo_pool, dataset, tmp_path, kind):
     """Half a run on one layout, the other half on another: weights and moments of a whole run."""
     flags = [*TWELVE, *KINDS[kind]]
     layouts = [(name, *layout) for name, layout in KINDS_OF_STATE.items()]
-    expected = tensors(run(gloo_pool, 1, dataset, tmp_path / "whole", flags, fp64=True) / "iter_0000006")
+    expected = tensors(run(gloo_pool, 1, dataset, tmp_path / "whole", flags, fp64=True) / "iter_0000004")
     for place, writer in enumerate(layouts):
         for distance in (1, 2) if kind == "adam" else (3,):
             reader = layouts[(place + distance) % len(layouts)]
@@ -145,7 +146,7 @@ def test_changing_the_layout_changes_no_bit_of_half_precision(gloo_pool, dataset
     flags = ["--micro-batch-size", "4", "--clip-grad", "0", precision, "--initial-loss-scale", "1024"]
     flags += ["--no-gradient-accumulation-fusion"]  # fully_shard rounds weight gradients to half precision too
     layouts = [("plain", 2, []), ("sharded", 2, [*OVERLAPPED, *SMALL]), ("fsdp2", 2, FULLY_SHARDED)]
-    expected = digests(run(gloo_pool, 2, dataset, tmp_path / "whole", flags) / "iter_0000006")
+    expected = digests(run(gloo_pool, 2, dataset, tmp_path / "whole", flags) / "iter_0000004")
     for place, writer in enumerate(layouts):
         for distance in (0, 1) if precision == "--bf16" else (1,):
             reader = layouts[(place + distance) % 3]
@@ -164,7 +165,8 @@ def test_another_precision_is_refused_with_the_fix(gloo_pool, dataset, tmp_path)
 def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, tmp_path, name):
     """A ramp of the batch size and evaluations whose last batch is ragged included; replicas are checked."""
     world_size, layout = KINDS_OF_STATE[name]
-    flags = [*layout, "--micro-batch-size", "1", "--global-batch-size", "24", "--rampup-batch-size", "12", "12", "36"]
+    flags = [*layout, *WITH_EVALUATION, "--micro-batch-size", "1", "--global-batch-size", "24"]
+    flags += ["--rampup-batch-size", "12", "12", "36"]
     flags += ["--eval-interval", "3", "--full-validation", "--check-replicas", "2"]
     whole, parts = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags), tmp_path / "parts"
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts), "--exit-interval", "3"])
