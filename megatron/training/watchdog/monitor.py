@@ -22,7 +22,7 @@ from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure
 from megatron.training.watchdog.neighbours import Neighbours
 from megatron.training.watchdog.progress import STARTING, Beat, Progress
-from megatron.training.watchdog.stacks import dump_if_locked, has_timed_out, where_is, write_stacks
+from megatron.training.watchdog.stacks import has_timed_out, leave_if_locked, where_is, write_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -124,8 +124,8 @@ class Monitor(threading.Thread):
     def _round(self) -> None:
         self.rounds += 1
         self.board.publish(self.progress.beat(self.rounds))
-        # later than the others' judgement, so that they still name this rank and its reason
-        dump_if_locked(self.limits.heart + self.limits.spreading, leave=not self.neighbours.pids)
+        if not self.neighbours.pids:  # later than the others' judgement, so that they name this rank and its reason
+            leave_if_locked(self.limits.heart + self.limits.spreading)
         failure = self.board.failure()
         if failure is not None:
             self.board.acknowledge()

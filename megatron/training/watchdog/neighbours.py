@@ -16,6 +16,9 @@ from pathlib import Path
 
 from megatron.training.rendezvous import Arrival
 
+ABORT_SECONDS = 2.0
+"""For a process to write its stacks; a core dump may take longer than anybody wants to wait."""
+
 
 class Neighbours:
     """Every other rank that signed in from this machine."""
@@ -54,15 +57,20 @@ class Neighbours:
         return [rank for rank in self.pids if not self.alive(rank)]
 
     def end(self, rank: int, patience: float) -> None:
-        """Lets a rank's process go on if it is stopped, for ``patience`` seconds to leave by itself, and kills it."""
+        """Ends a rank's process: it may go on if it is stopped and leave by itself within ``patience`` seconds; then
+        SIGABRT has C code write its stacks, which needs no interpreter, and SIGKILL leaves nothing."""
+        self._send(rank, signal.SIGCONT)
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            limit = time.monotonic() + patience
+            while self.alive(rank) and time.monotonic() < limit:
+                time.sleep(0.05)
+            if self.alive(rank):
+                self._send(rank, number)
+            patience = ABORT_SECONDS
+
+    def _send(self, rank: int, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.pids[rank], signal.SIGCONT)
-        limit = time.monotonic() + patience
-        while self.alive(rank) and time.monotonic() < limit:
-            time.sleep(0.05)
-        if self.alive(rank):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pids[rank], signal.SIGKILL)
+            os.kill(self.pids[rank], number)
 
     def close(self) -> None:
         """Gives the descriptors back."""

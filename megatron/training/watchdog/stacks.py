@@ -41,12 +41,13 @@ def write_stacks(head: str, path: Path | None, *, also_stderr: bool = True) -> N
                 file.flush()
 
 
-def dump_if_locked(seconds: float, *, leave: bool) -> None:
-    """Unless called again within ``seconds``, C code writes the stacks to stderr and, if it shall, leaves the process.
+def leave_if_locked(seconds: float) -> None:
+    """Unless called again within ``seconds``, C code writes the stacks to stderr and leaves the process.
 
-    It needs no interpreter: it runs while a call into C holds the interpreter's lock.
+    It needs no interpreter: it runs while a call into C holds the interpreter's lock. Reading the frames of a thread
+    that does run may crash, so this must not be used where the process is to live on.
     """
-    faulthandler.dump_traceback_later(seconds, exit=leave, file=standard_error())
+    faulthandler.dump_traceback_later(seconds, exit=True, file=standard_error())
 
 
 def where_is(thread: int | None) -> Answer:
