@@ -279,9 +279,10 @@ class TEDotProductAttention(nn.Module):
         return mixed.reshape(batch, length, -1).transpose(0, 1)
 
 
-def kernel_variables(backend: str) -> dict[str, str]:
+def kernel_variables(backend: str, *, deterministic: bool = False) -> dict[str, str]:
     """Environment variables by which the package is told which attention kernels it may choose from."""
     kinds = ("flash", "fused", "unfused")
-    if backend not in kinds:
-        return {}
-    return {f"NVTE_{kind.upper()}_ATTN": str(int(kind == backend)) for kind in kinds}
+    variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if deterministic else {}
+    if backend in kinds:
+        variables |= {f"NVTE_{kind.upper()}_ATTN": str(int(kind == backend)) for kind in kinds}
+    return variables

@@ -56,11 +56,12 @@ def transformer_engine_attention(
             f"attention_dropout {config.attention_dropout:g}: Transformer Engine's attention draws its own dropout "
             "masks, which depend on the layout; give --attention-dropout 0, or --attention-backend local"
         )
-    for name, value in te.kernel_variables(str(config.attention_backend)).items():
+    variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
+    for name, value in variables.items():
         if os.environ.setdefault(name, value) != value:
             raise ValueError(
-                f"--attention-backend {config.attention_backend}: {name}={os.environ[name]} in the environment "
-                "contradicts it; unset the variable"
+                f"--attention-backend {config.attention_backend} or --deterministic-mode: {name}={os.environ[name]} in "
+                "the environment contradicts it; unset the variable"
             )
     window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
     causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
