@@ -125,10 +125,10 @@ def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitCondi
 def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
     """Model, optimizer, schedule, checkpoint and data, in the order in which they need each other."""
     model = parallelize(build_model(task, training_device()), cfg, groups)
+    report_choices(model)
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(common_fields(OptimizerConfig, cfg), model, groups=groups)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
-    report_choices(model)
     checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
     state = checkpointer.load() or TrainState()
     parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)
