@@ -46,8 +46,8 @@ MISSING = {
     Fault("never arrives", 0, "ranks", ranks=(1,)): "rank 0 did not answer within 6 s",
 }
 NO_FAULT = [Fault("stands still", "all", "ranks", timeout=10.0), Fault("ends a child", 1, "ranks")]
-KILLED_IN_A_SAVE = Fault("is killed in the second save", 0, "torchrun", interpreter=True)
-THE_SAME_AGAIN = Fault("nothing", "none", "torchrun", interpreter=True)
+KILLED_IN_A_SAVE = Fault("is killed in the second save", 0, interpreter=True, timeout=60.0)
+THE_SAME_AGAIN = Fault("nothing", "none", interpreter=True, timeout=60.0)
 UNDISTURBED = Fault("nothing", "none", "ranks")
 
 
