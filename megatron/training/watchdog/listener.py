@@ -33,6 +33,7 @@ class Listener(threading.Thread):
         self._catching = False
         self._terminated: float | None = None
         self._rounds_until_leaving = 0
+        self._looked = time.monotonic()
 
     def catch_sigterm(self) -> None:
         """In the main thread only; leaves a handler of the program's own alone."""
@@ -88,6 +89,10 @@ class Listener(threading.Thread):
                 self._terminate(time.monotonic() - self._terminated)
 
     def _look_at_the_monitor(self) -> None:
+        now = time.monotonic()
+        if now - self._looked > self.monitor.limits.heart / 2 and self.monitor.round_began is not None:
+            self.monitor.round_began = now  # this process itself stood still, in the middle of a round
+        self._looked = now
         blocked = self.monitor.blocked
         if blocked > self.monitor.limits.heart and not self.monitor.finishing and not self.monitor.ending:
             self.monitor.end(self.monitor.store_is_silent(f"no answer for {blocked:.0f} s"))

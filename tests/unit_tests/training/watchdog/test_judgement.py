@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure
+from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor
 from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
 from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
@@ -111,6 +112,14 @@ def test_a_process_that_stood_still_is_not_blamed_for_it():
     progress.last -= 100.0
     progress.forgive(100.0)
     assert progress.beat().silence < 10.0
+
+
+def test_a_round_during_which_the_process_stood_still_is_no_silence_of_the_store():
+    monitor = monitors(2)[0]
+    listener = Listener(monitor)
+    listener._looked = monitor.round_began = time.monotonic() - 100.0
+    listener._look_at_the_monitor()
+    assert monitor.blocked < monitor.limits.heart and not monitor.ending
 
 
 def test_a_stack_of_a_collective_waits_for_others_and_one_of_the_launcher_does_not():
