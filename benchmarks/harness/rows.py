@@ -62,7 +62,7 @@ ROWS: dict[str, Row] = {
     "dp4": Row(4, 32, 8192, 32, ZERO, iters=8, seconds=130),
     "dp4-no-overlap": Row(4, 32, 8192, 32, "--use-distributed-optimizer", iters=8, seconds=130),
     "tp4-sp": Row(4, 32, 8192, 32, TP4, iters=8, seconds=130),
-    "tp4-sp-overlap": Row(4, 32, 8192, 32, f"{TP4} --tp-comm-overlap --micro-batch-size 2", iters=8, seconds=130),
+    "tp4-sp-overlap": Row(4, 32, 8192, 32, f"{TP4} --tp-comm-overlap", micro_batch=2, iters=8, seconds=130),
     "pp4": Row(4, 32, 8192, 32, PP4, iters=8, seconds=130),
     "pp4-vpp": Row(4, 32, 8192, 32, f"{PP4} --num-layers-per-virtual-pipeline-stage 2", iters=8, seconds=130),
     "pp4-zero-bubble": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble", iters=8, seconds=130),
