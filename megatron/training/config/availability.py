@@ -98,7 +98,7 @@ NOT_YET: dict[str, NotYet] = {
 """By field name. A field that is not here is available."""
 
 NO_EFFECT: dict[str, str] = {
-    "tp_comm_overlap_cfg": "there is one piece per rank, and nothing to tune",
+    "tp_comm_overlap_cfg": "halves of a micro-batch take turns, and there is nothing to tune",
     "calculate_per_token_loss": "the loss is always normalised by the tokens of the global batch",
     "use_cpu_initialization": "initial weights are the same on every device layout",
     "create_attention_mask_in_dataloader": "the loader never builds dense masks",
