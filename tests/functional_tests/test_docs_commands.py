@@ -172,7 +172,8 @@ def test_every_tool_and_flag_that_the_pages_name_exists():
     specs = (*flag_specs(), *flags_of(PreprocessConfig))
     known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")} | set(RETIRED)
     known |= {normalize(flag) for file in programs for flag in re.findall(r"--[a-z][\w-]+", file.read_text())}
-    known |= {"--help", "--nproc-per-node", "--standalone", "--max-restarts", "--rdzv-conf", "--no-build-isolation", "--inplace"}
+    known |= {"--nproc-per-node", "--standalone", "--max-restarts", "--rdzv-conf"}  # torchrun's
+    known |= {"--help", "--no-build-isolation", "--inplace"}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         flags = {normalize(flag) for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w*{…-])", text)}

@@ -122,6 +122,7 @@ def bucket_sent_before_it_is_full(rank):
                 if each.pending > 0:
                     return
                 each.launch()
+                each.wait()  # else the missing gradient may still come in time
 
     buffer = module("megatron.core.distributed.param_and_grad_buffer").ParamAndGradBuffer
     stack = contextlib.ExitStack()
