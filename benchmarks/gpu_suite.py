@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness.jobs import stop
+from benchmarks.harness.jobs import stop, with_our_path
 from benchmarks.harness.rows import ROWS, VARIANTS, split_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -109,7 +109,7 @@ def run(item: Item, out: Path, limit: float) -> dict[str, Any]:
     with log.open("w", encoding="utf-8") as file:
         job = subprocess.Popen(
             words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **with_our_path(), "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:
             code: int | None = job.wait(limit)

@@ -8,13 +8,13 @@ if not os.path.exists("/dev/nvidiactl"):  # without a GPU, Triton kernels run in
 
 import pytest
 
-from tests.test_utils.gloo_pool import GlooPool
+from tests.test_utils.gloo_pool import RankPool
 
 
 @pytest.fixture(scope="session")
 def gloo_pool():
     """The warm pool of gloo ranks; ``gloo_pool.run(function, world_size, *args)``."""
-    pool = GlooPool()
+    pool = RankPool()
     yield pool
     pool.close()
 

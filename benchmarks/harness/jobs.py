@@ -101,11 +101,16 @@ def reason(stderr: str) -> str:
     return "\n".join(lines)[-2000:].strip()
 
 
+def with_our_path() -> dict[str, str]:
+    """The variable that lets programs import ours before what else there is to import."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 def run_command(
     command: Sequence[str], folder: Path, timeout: float, **environment: str
 ) -> subprocess.CompletedProcess[str] | None:
     """A program's exit code and output, run in ``folder``; None if it had to be stopped, which a launcher passes on."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    variables = {**os.environ, **with_our_path(), **environment}
     with subprocess.Popen(
         command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as job:

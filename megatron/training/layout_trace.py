@@ -181,6 +181,7 @@ def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
     if local.numel() == 0:
         return 0.0
     part = whole[tuple(slice(start, start + length) for start, length in zip(shard.offsets, local.shape))]
+    part = part.to(local.device)
     difference = float((local - part).abs().max())
     scale = float(whole.abs().max()) or norm or 1.0
     return difference / scale if math.isfinite(difference) else math.inf

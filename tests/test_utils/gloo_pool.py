@@ -1,4 +1,5 @@
-"""A warm pool of gloo ranks: processes forked from a server that has imported torch and the suite once.
+"""A warm pool of ranks, over gloo on the CPU or over NCCL on GPUs: processes forked from a server that has imported
+torch and the suite once.
 
 These imports cost seconds per process; a test that needs four ranks must not pay them four times. The pool
 starts its workers at first use, keeps them between tests, and gives each task a fresh process group of the size it asks
@@ -26,8 +27,9 @@ class WorkerError(AssertionError):
     """A rank of the task raised; the message holds every failing rank's traceback."""
 
 
-def _serve(connection) -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks train on the CPU, whatever the machine has
+def _serve(connection, backend: str) -> None:
+    if backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo ranks train on the CPU, whatever the machine has
     import torch
     import torch.distributed as dist
 
@@ -41,9 +43,11 @@ def _serve(connection) -> None:
         environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in environment.items()})
         try:
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
             store = dist.FileStore(store_path, world_size)
             limit = timedelta(seconds=60)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
             connection.send((True, function(rank, world_size, *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -56,10 +60,11 @@ def _serve(connection) -> None:
             gc.collect()  # models hold their groups in cycles; each group left over keeps three threads polling
 
 
-class GlooPool:
-    """Ranks that live as long as the test session."""
+class RankPool:
+    """Ranks that live as long as the test session; over NCCL, rank r has GPU r."""
 
-    def __init__(self) -> None:
+    def __init__(self, backend: str = "gloo") -> None:
+        self._backend = backend
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._workers: list[tuple[Any, Any]] = []
@@ -68,7 +73,7 @@ class GlooPool:
     def _grow(self, size: int) -> None:
         while len(self._workers) < size:
             here, there = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process = self._context.Process(target=_serve, args=(there, self._backend), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))

@@ -1,4 +1,4 @@
-"""Runs a layout of a tiny GPT on the gloo pool and compares it with one rank (``megatron/training/layout_trace.py``).
+"""Runs a layout of a tiny GPT on a pool of ranks and compares it with one rank (``megatron/training/layout_trace.py``).
 
 Everything of a layout happens inside one task of the pool: build, train, compare. The one-rank reference of each model
 is computed once per session and kept in a file, which the workers load once.
@@ -85,7 +85,7 @@ def read_reference(path):
 
     from megatron.training.layout_trace import ReferenceStep
 
-    return [ReferenceStep(**step) for step in torch.load(path, weights_only=True)]
+    return [ReferenceStep(**step) for step in torch.load(path, weights_only=True, map_location="cpu")]
 
 
 def compare_with_reference(rank, world_size, row, path, fault=None):

@@ -88,7 +88,7 @@ def test_flash_kernels_follow_their_rules_on_bands():
     """Raw calls with limits from the lower right corner. A band with a limit on the left and none on the right is wrong
     exactly where it has more queries than keys; an explicit limit of fewer than all keys is right."""
     rows, unexpected = ["   left  right queries   keys   forward  backward"], []
-    for num_queries, num_keys in [(256, 256), (192, 256), (256, 192), (384, 256), (100, 333), (333, 100), (1, 77)]:
+    for num_queries, num_keys in [(256, 256), (192, 256), (256, 192), (384, 256), (100, 333), (333, 100), (2, 77)]:
         shift = num_keys - num_queries
         for left, right in [(0, -1), (37, -1), (130, -1), (37, num_keys - 1), (37, 5), (-1, 20), (50, 0), (-1, 0)]:
             tile = Tile(

@@ -72,7 +72,8 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups):
     expected = torch.autograd.grad(reference, exact, gradient)
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
     for one, other in zip((mixed, *found), (reference, *expected)):
-        assert (one.float() - other).norm() / other.norm() < 0.02
+        # a query that sees itself alone has no gradient: what is found there is rounding
+        assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -1,0 +1,35 @@
+"""The matrix over NCCL: layouts on GPUs give the answer of one GPU, to 1e-10 in float64 and 1e-5 in float32."""
+
+import dataclasses
+
+import pytest
+
+from tests.test_utils.gloo_pool import RankPool
+from tests.test_utils.layout_table import TABLE, row
+from tests.test_utils.layouts import Matrix
+
+STEPS = 4
+LAYOUTS = {f"{row(name).world_size}-gpus-{name}": name for name in TABLE if 1 < row(name).world_size <= 4}
+
+
+@pytest.fixture(scope="module")
+def gpu_matrix():
+    """Layouts against one rank, rank r on GPU r."""
+    pool = RankPool("nccl")
+    matrix = Matrix(pool)
+    yield matrix
+    matrix.close()
+    pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS.values(), ids=LAYOUTS)
+def test_layout_equals_one_gpu(gpu_matrix, name):
+    import torch
+
+    layout = dataclasses.replace(row(name), steps=STEPS)
+    if torch.cuda.device_count() < layout.world_size:
+        pytest.skip(f"needs {layout.world_size} GPUs")
+    verdict = gpu_matrix.verdict(layout)
+    assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
