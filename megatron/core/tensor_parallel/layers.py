@@ -21,13 +21,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.fusions.column_sum import choose_column_sum
+from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.notices import notice
 from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.in_flight import InFlight, start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
@@ -67,7 +69,9 @@ class StackedSize(NamedTuple):
 
 def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) -> LinearTraits:
     """How a layer multiplies: what the layer chose, and what the configuration adds."""
-    return LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion, **chosen)
+    fuses = config.gradient_accumulation_fusion
+    column_sum = choose_column_sum(config.params_dtype, fuses)
+    return LinearTraits(groups.tp, fuse_weight_gradient=fuses, column_sum=column_sum, **chosen)
 
 
 def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
@@ -272,15 +276,16 @@ class VocabParallelEmbedding(nn.Module):
             groups=groups, dtype=config.params_dtype,
         )  # fmt: skip
         self.num_local = num_true_entries(num_embeddings, stored // self.group.size, self.group)
+        self._traits, self._add_rows = _traits(config, groups), choose_add_rows(config.params_dtype)
         self._look_up = self._look_up_whole if self.group.size == 1 else self._look_up_split
 
     def _look_up_whole(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+        return look_up(self.weight, ids, None, self._traits, self._add_rows)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:
         local = ids - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.num_local)
-        vectors = F.embedding(local.masked_fill(absent, 0), self.weight).masked_fill(absent.unsqueeze(-1), 0)
+        vectors = look_up(self.weight, local, absent, self._traits, self._add_rows)
         return reduce_from_tensor_model_parallel_region(vectors, self.group)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ them again behind the product dX, whose reduce-scatter runs behind dW (Korthikan
 *Weight gradient*: a parameter with ``main_grad`` (see ``core/distributed``) gets dW added to that, in its dtype, by the
 product itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. The parameter is then marked
 ``grad_added_to_main_grad``, and what autograd gets is memory without meaning that only makes its hooks run. A weight
-that is used elsewhere too must therefore say so (``weight_has_other_uses``).
+that is used elsewhere too must therefore say so (``weight_has_other_uses``). Biases likewise.
 
 *Deferred weight gradient*: with a ``WeightGradientStore`` backward computes dX alone and hands dW over as a closure.
 Autograd then does not see the weight at all: it would run the weight's hooks, which announce a complete gradient, even
@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
 from megatron.core.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 
@@ -70,6 +71,8 @@ class LinearTraits(NamedTuple):
     fuse_weight_gradient: bool = True
     weight_has_other_uses: bool = False
     """The weight appears elsewhere in the graph; its gradient from here goes to ``main_grad`` without further sign."""
+    column_sum: ColumnSum = column_sum_plain
+    """db."""
 
 
 class HiddenWeight(NamedTuple):
@@ -101,6 +104,7 @@ class _ParallelLinear(torch.autograd.Function):
         weight = weight.weight if isinstance(weight, HiddenWeight) else weight
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
+        ctx.bias = bias  # only where its gradient goes matters, not its values
         ctx.parameter = None if store is None else weight  # recomputation gives back saved tensors as mere copies
         return F.linear(all_gather_along_first_dim(x, traits.group) if traits.gather_input else x, weight, bias)
 
@@ -123,7 +127,7 @@ class _ParallelLinear(torch.autograd.Function):
         elif needs_weight:
             wait_for_x()
             grad_weight = _weight_gradient(weight, grad, x if whole_x is None else whole_x, traits)
-        grad_bias = grad.flatten(0, -2).sum(dim=0) if needs_bias else None
+        grad_bias = _bias_gradient(ctx.bias, grad, traits) if needs_bias else None
         wait_for_sum()
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -162,6 +166,13 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTrai
         return grad_to.t().matmul(x_ti)
     accumulate_product(main_grad, grad_to.t(), x_ti)
     return announce_fused_gradient(weight, traits)
+
+
+def _bias_gradient(bias: Tensor, grad: Tensor, traits: LinearTraits) -> Tensor | None:
+    """db, or what stands for it once it is in ``main_grad``."""
+    main_grad = fused_gradient(bias, traits)
+    grad_bias = traits.column_sum(grad.flatten(0, -2), main_grad)
+    return grad_bias if main_grad is None else announce_fused_gradient(bias, traits)
 
 
 def fused_gradient(weight: Tensor, traits: LinearTraits) -> Tensor | None:

@@ -50,6 +50,15 @@ def test_weight_gradients_add_into_main_grad_in_its_dtype(grad_dtype):
     assert calls == [True, True]
 
 
+def test_bias_gradients_add_into_main_grad_without_rounding():
+    x, weight, bias, grad = tensors(torch.bfloat16)
+    bias.main_grad, bias.grad_added_to_main_grad = torch.ones(9), False
+    for _ in range(2):
+        parallel_linear(x, weight, bias, LinearTraits()).backward(grad)
+    assert bias.grad_added_to_main_grad
+    torch.testing.assert_close(bias.main_grad, 1 + 2 * grad.float().sum((0, 1)))
+
+
 def test_a_weight_with_other_uses_keeps_their_gradient():
     """What a tied embedding does: one use adds into ``main_grad`` itself, the other comes by way of ``grad``."""
     x, weight, _, grad = tensors(DOUBLE)

@@ -1,0 +1,89 @@
+"""Sums over rows, in fp32: the gradient of a bias.
+
+    y[n] = sum_t x[t, n],  or  total[n] += that sum, without rounding it in between
+
+Torch's reduction reaches a third of the memory's rate where columns are many and lie side by side. Here programs sum
+blocks of rows, and the same kernel sums what they wrote, in a fixed order: same bits every run.
+
+Legend: t rows, n columns.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_multiprocessors
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_ROWS, _COLUMNS, _NUM_WARPS = 32, 128, 4
+"""Of a tile: 8 KiB of 16-bit values, four 16-byte vectors per thread."""
+PROGRAMS_PER_MULTIPROCESSOR = 8
+FEW_TILES = 16
+"""Of rows: one program per block of columns takes so many."""
+
+
+class ColumnSum(Protocol):
+    def __call__(self, x: Tensor, total: Tensor | None = None, /) -> Tensor:
+        """[n], the column sums of ``x`` [t, n] in its dtype; or ``total`` [n], of any float dtype, with them added."""
+
+
+def column_sum_plain(x: Tensor, total: Tensor | None = None) -> Tensor:
+    """Torch operations."""
+    return x.sum(0) if total is None else total.add_(x.sum(0, dtype=total.dtype))
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sum_rows(
+        x, sums, rows, width, ADDS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        """STEPS times ROWS rows of COLUMNS columns into one row of ``sums``."""
+        part = tl.program_id(0).to(tl.int64)
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        within = column < width
+        tile = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for step in range(STEPS):
+            row = (part * STEPS + step) * ROWS + tl.arange(0, ROWS)
+            inside = (row < rows)[:, None] & within[None, :]
+            tile += tl.load(x + row[:, None] * width + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        result = tl.sum(tile, axis=0)
+        at = sums + part * width + column
+        if ADDS:
+            result += tl.load(at, mask=within, other=0.0).to(tl.float32)
+        tl.store(at, result.to(sums.dtype.element_ty), mask=within)
+
+
+def column_sum_triton(x: Tensor, total: Tensor | None = None) -> Tensor:
+    """One kernel for few rows, else two; sums of parts are fp32."""
+    x = parts = x.contiguous()
+    rows, width = x.shape
+    tiles, blocks = triton.cdiv(rows, _ROWS), max(1, triton.cdiv(width, _COLUMNS))
+    most = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device), blocks)
+    if tiles > FEW_TILES:
+        steps = triton.cdiv(tiles, most)
+        parts = torch.empty(triton.cdiv(tiles, steps), width, dtype=torch.float32, device=x.device)
+        _launch(x, parts, steps)
+    out = x.new_empty(width) if total is None else total
+    _launch(parts, out.view(1, width), triton.cdiv(len(parts), _ROWS), adds=total is not None)
+    return out
+
+
+def _launch(x: Tensor, sums: Tensor, steps: int, *, adds: bool = False) -> None:
+    if sums.numel():
+        _sum_rows[(len(sums), triton.cdiv(x.shape[1], _COLUMNS))](
+            x, sums, *x.shape, ADDS=adds, STEPS=steps, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_NUM_WARPS
+        )
+
+
+def choose_column_sum(dtype: torch.dtype, wanted: bool = True) -> ColumnSum:
+    """For values of ``dtype``; not ``wanted`` asks for plain torch."""
+    return ByDevice(column_sum_triton, column_sum_plain) if kernels_serve(dtype, wanted) else column_sum_plain

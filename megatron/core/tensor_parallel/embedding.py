@@ -1,0 +1,50 @@
+"""Looking vectors up by id, with a backward pass that accumulates.
+
+A table with ``main_grad`` gets its gradient added to that, row by row (``fusions/embedding_gradient.py``), under the
+rules of ``linear.py``. Any other gets the dense gradient of torch's own lookup.
+
+Legend: b batch, s sequence, v rows of the table, h hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.core.fusions.embedding_gradient import AddRows
+from megatron.core.tensor_parallel.linear import LinearTraits, announce_fused_gradient, fused_gradient
+
+
+def look_up(weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows) -> Tensor:
+    """Vectors [b, s, h] of int64 ``ids`` [b, s]; zeros, and no gradient, where bool ``absent`` [b, s] is set."""
+    if fused_gradient(weight, traits) is None:
+        return _vectors(weight, ids, absent)
+    return _LookUp.apply(weight, ids, absent, traits, add_rows)
+
+
+def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
+    if absent is None:
+        return F.embedding(ids, weight)
+    return F.embedding(ids.masked_fill(absent, 0), weight).masked_fill(absent.unsqueeze(-1), 0)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows
+    ) -> Tensor:
+        ctx.save_for_backward(ids if absent is None else ids.masked_fill(absent, -1))
+        ctx.parameter, ctx.traits, ctx.add_rows = weight, traits, add_rows
+        return _vectors(weight, ids, absent)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (ids,) = ctx.saved_tensors
+        main_grad = fused_gradient(ctx.parameter, ctx.traits)
+        ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)
+        return announce_fused_gradient(ctx.parameter, ctx.traits), None, None, None, None
