@@ -4,7 +4,8 @@
 
 Per group the packed dim holds p query heads, the key head and the value head. The outputs are contiguous, which is what
 fused attention kernels take without copies; the projection itself need not live on. Backward rotates by the negative
-angle and writes one packed gradient, from gradients of any strides. Tables and rotation stay in fp32.
+angle and writes one packed gradient, from gradients of any strides. Tables and rotation stay in fp32. Without rotary
+embedding the three are views, and only their gradients need a kernel.
 
 Legend: s sequence, b batch, g key/value groups, p query heads per group, d head dim, r half of the rotated width.
 """
@@ -32,6 +33,11 @@ _ELEMENTS, _NUM_WARPS = 2048, 4
 class Rotary(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, /) -> Tensor:
         """Rotated ``x`` [s, b, a, d]."""
+
+
+class SplitHeads(Protocol):
+    def __call__(self, packed: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
+        """(query, key, value) as they are."""
 
 
 class SplitRotary(Protocol):
@@ -100,30 +106,31 @@ if triton is not None:
         is_key = (exists & (slot == PER_GROUP))[:, None]
         is_value = (exists & (slot == PER_GROUP + 1))[:, None]
         in_packed = packed + ((token * heads + head) * CHANNELS)[:, None]
-        pair = tl.arange(0, PADDED_PAIRS)
-        is_pair = (pair < PAIRS)[None, :]
-        first = pair[None, :]
-        second = first + PAIRS
-        if INTERLEAVED:
-            first = pair[None, :] * 2
-            second = first + 1
-        table_at = (token // batch) * PAIRS + pair
-        cosine = tl.load(cos + table_at, mask=pair < PAIRS, other=0.0).to(tl.float32)[None, :]
-        sine = tl.load(sin + table_at, mask=pair < PAIRS, other=0.0).to(tl.float32)[None, :] * direction
-        if PACKS:
-            x1 = _load_heads(query, key, value, first, is_query & is_pair, is_key & is_pair, is_value & is_pair)
-            x2 = _load_heads(query, key, value, second, is_query & is_pair, is_key & is_pair, is_value & is_pair)
-        else:
-            x1 = tl.load(in_packed + first, mask=exists[:, None] & is_pair, other=0.0).to(tl.float32)
-            x2 = tl.load(in_packed + second, mask=exists[:, None] & is_pair, other=0.0).to(tl.float32)
-        y1 = tl.where(is_value, x1, x1 * cosine - x2 * sine)
-        y2 = tl.where(is_value, x2, x2 * cosine + x1 * sine)
-        if PACKS:
-            tl.store(in_packed + first, y1.to(packed.dtype.element_ty), mask=exists[:, None] & is_pair)
-            tl.store(in_packed + second, y2.to(packed.dtype.element_ty), mask=exists[:, None] & is_pair)
-        else:
-            _store_heads(query, key, value, first, is_query & is_pair, is_key & is_pair, is_value & is_pair, y1)
-            _store_heads(query, key, value, second, is_query & is_pair, is_key & is_pair, is_value & is_pair, y2)
+        if PAIRS > 0:
+            pair = tl.arange(0, PADDED_PAIRS)
+            is_pair = (pair < PAIRS)[None, :]
+            first = pair[None, :]
+            second = first + PAIRS
+            if INTERLEAVED:
+                first = pair[None, :] * 2
+                second = first + 1
+            table_at = (token // batch) * PAIRS + pair
+            cosine = tl.load(cos + table_at, mask=pair < PAIRS, other=0.0).to(tl.float32)[None, :]
+            sine = tl.load(sin + table_at, mask=pair < PAIRS, other=0.0).to(tl.float32)[None, :] * direction
+            if PACKS:
+                x1 = _load_heads(query, key, value, first, is_query & is_pair, is_key & is_pair, is_value & is_pair)
+                x2 = _load_heads(query, key, value, second, is_query & is_pair, is_key & is_pair, is_value & is_pair)
+            else:
+                x1 = tl.load(in_packed + first, mask=exists[:, None] & is_pair, other=0.0).to(tl.float32)
+                x2 = tl.load(in_packed + second, mask=exists[:, None] & is_pair, other=0.0).to(tl.float32)
+            y1 = tl.where(is_value, x1, x1 * cosine - x2 * sine)
+            y2 = tl.where(is_value, x2, x2 * cosine + x1 * sine)
+            if PACKS:
+                tl.store(in_packed + first, y1.to(packed.dtype.element_ty), mask=exists[:, None] & is_pair)
+                tl.store(in_packed + second, y2.to(packed.dtype.element_ty), mask=exists[:, None] & is_pair)
+            else:
+                _store_heads(query, key, value, first, is_query & is_pair, is_key & is_pair, is_value & is_pair, y1)
+                _store_heads(query, key, value, second, is_query & is_pair, is_key & is_pair, is_value & is_pair, y2)
         if REST > 0:
             rest = tl.arange(0, PADDED_REST)[None, :]
             is_rest = rest < REST
@@ -151,7 +158,7 @@ def _launch(
     _split_rotary_kernel[(length * batch * tiles,)](
         packed, *heads, *tables, batch, num_heads, tiles, -1.0 if packs else 1.0,
         *(stride for x in heads for stride in x.stride()[:3]), PER_GROUP=queries, CHANNELS=channels, PAIRS=pairs,
-        PADDED_PAIRS=triton.next_power_of_2(pairs), REST=rest, PADDED_REST=triton.next_power_of_2(max(rest, 1)),
+        PADDED_PAIRS=triton.next_power_of_2(max(pairs, 1)), REST=rest, PADDED_REST=triton.next_power_of_2(max(rest, 1)),
         HEADS=at_once, INTERLEAVED=interleaved, PACKS=packs, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
@@ -159,6 +166,23 @@ def _launch(
 def _rows(table: Tensor) -> Tensor:
     """[s, 1, 1, r] -> [s, r]."""
     return table.reshape(table.shape[0], -1).contiguous()
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Views of the projection forward: nothing is rotated, and kernels take strided heads."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shape = packed.shape
+        return split_heads(packed)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:  # type: ignore[override]
+        query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        packed = query.new_empty(ctx.shape)
+        no_table = packed.new_empty(ctx.shape[0], 0)
+        _launch(packed, (query, key, value), (no_table, no_table), False, True)
+        return packed
 
 
 class _Rotary(torch.autograd.Function):
@@ -204,6 +228,11 @@ def split_rotary_triton(packed: Tensor, cos: Tensor, sin: Tensor, interleaved: b
     return _SplitRotary.apply(packed, cos, sin, interleaved)
 
 
+def split_heads_triton(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`split_heads`, of which torch packs the gradients in three passes: here it is one kernel."""
+    return _SplitHeads.apply(packed)
+
+
 def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """As :func:`megatron.core.fusions.rope.apply_rotary`, for heads that were split before, to be normed."""
     return _Rotary.apply(x, cos, sin, interleaved)
@@ -212,6 +241,11 @@ def rotary_triton(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Ten
 def choose_rotary(dtype: torch.dtype, wanted: bool = True) -> Rotary:
     """For heads of ``dtype``; not ``wanted`` asks for plain torch."""
     return ByDevice(rotary_triton, apply_rotary) if kernels_serve(dtype, wanted) else apply_rotary
+
+
+def choose_split_heads(dtype: torch.dtype) -> SplitHeads:
+    """For projections of ``dtype``."""
+    return ByDevice(split_heads_triton, split_heads) if kernels_serve(dtype) else split_heads
 
 
 def choose_split_rotary(dtype: torch.dtype, wanted: bool = True) -> SplitRotary:

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.split_rotary import SplitRotary, choose_rotary, choose_split_rotary
+from megatron.core.fusions.split_rotary import (
+    SplitHeads,
+    SplitRotary,
+    choose_rotary,
+    choose_split_heads,
+    choose_split_rotary,
+)
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.in_flight import InFlight
@@ -95,20 +101,21 @@ class SelfAttention(nn.Module):
         )
         self.rotary_interleaved = config.rotary_interleaved
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
+        self._heads: SplitHeads = self._normed
         self._rotated_heads: SplitRotary = self._normed_and_rotated
         if isinstance(self.q_layernorm, IdentityOp) and isinstance(self.k_layernorm, IdentityOp):
+            self._heads = choose_split_heads(config.params_dtype)
             self._rotated_heads = choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
 
-    def _heads(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [s, b, g * p, d], key and value [s, b, g, d]: views of the projection where p is 1 or heads are
-        normed."""
+    def _normed(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [s, b, g * p, d], key and value [s, b, g, d]."""
         query, key, value = grouped.split((self.heads_per_group, 1, 1), dim=3)
         return self.q_layernorm(query).flatten(2, 3), self.k_layernorm(key).flatten(2, 3), value.flatten(2, 3)
 
     def _normed_and_rotated(
         self, grouped: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = self._heads(grouped)
+        query, key, value = self._normed(grouped)
         return self._rotated(query, cos, sin, interleaved), self._rotated(key, cos, sin, interleaved), value
 
     def forward(

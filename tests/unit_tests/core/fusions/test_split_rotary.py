@@ -8,9 +8,11 @@ pytest.importorskip("triton")
 from megatron.core.fusions.rope import apply_rotary, rotary_reference
 from megatron.core.fusions.split_rotary import (
     choose_rotary,
+    choose_split_heads,
     choose_split_rotary,
     rotary_triton,
     split_heads,
+    split_heads_triton,
     split_rotary_plain,
     split_rotary_triton,
 )
@@ -78,6 +80,31 @@ def test_heads_that_were_split_before_are_rotated_alike(shape, pairs, dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [
+        ((3, 2, 2, 3, 12), torch.float32), ((5, 2, 3, 1, 16), torch.bfloat16),
+        pytest.param((2048, 4, 16, 1, 64), torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param((129, 2, 3, 4, 80), torch.bfloat16, marks=pytest.mark.gpu),
+    ],
+)  # fmt: skip
+def test_gradients_of_heads_without_rotary_are_packed(shape, dtype):
+    length, batch, groups, per_group, channels = shape
+    packed = filled(length, batch, groups, per_group + 2, channels, dtype=dtype)
+    upstream = [
+        filled(batch, heads * groups, length, channels, dtype=dtype, seed=2 + heads).permute(2, 0, 1, 3)
+        for heads in (per_group, 1, 1)
+    ]
+    assert_equal_to_formula(split_heads_triton, split_heads, [packed], upstream)
+    assert_equal_to_formula(split_heads_triton, split_heads, [packed], [upstream[0], None, upstream[2]])
+
+
+def test_heads_without_rotary_are_views():
+    packed = filled(3, 1, 2, 3, 4, dtype=torch.float32).to(DEVICE).requires_grad_()
+    memory = packed.untyped_storage().data_ptr()
+    assert all(x.untyped_storage().data_ptr() == memory for x in split_heads_triton(packed))
+
+
 def test_plain_torch_equals_the_formula():
     check((5, 2, 2, 3, 12), 4, torch.float32, False, function=split_rotary_plain)
 
@@ -86,5 +113,6 @@ def test_the_flag_chooses_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_split_rotary(torch.bfloat16).kernel is split_rotary_triton
     assert choose_split_rotary(torch.bfloat16, False) is split_rotary_plain
+    assert choose_split_heads(torch.bfloat16).kernel is split_heads_triton
     assert choose_rotary(torch.bfloat16).kernel is rotary_triton
     assert choose_rotary(torch.bfloat16, False) is apply_rotary
