@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -34,11 +35,20 @@ from benchmarks.harness.environment import environment
 from megatron.core.fusions import residual_norm
 from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
 from megatron.core.fusions.activations import squared_relu, swiglu
+from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain, column_sum_triton
 from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
+from megatron.core.fusions.embedding_gradient import add_rows_triton
 from megatron.core.fusions.residual_norm import NormTraits, normalize_plain, normalize_triton
 from megatron.core.fusions.rope import rotary_reference
-from megatron.core.fusions.split_rotary import split_heads, split_rotary_plain, split_rotary_triton
+from megatron.core.fusions.split_rotary import (
+    split_heads,
+    split_heads_triton,
+    split_rotary_plain,
+    split_rotary_triton,
+)
 from megatron.core.rng import DropoutStream
+from megatron.core.tensor_parallel.embedding import look_up
+from megatron.core.tensor_parallel.linear import LinearTraits
 
 ROOT = Path(__file__).resolve().parents[1]
 BYTES_PER_SECOND = 4.2e12
@@ -54,9 +64,10 @@ class Sizes:
     heads_per_group: int = 4
     channels: int = 128
     wide: int = 16384
+    vocab: int = 128256
 
 
-TINY = Sizes(4, 16, 24, 2, 2, 8, 32)
+TINY = Sizes(4, 16, 24, 2, 2, 8, 32, 10)
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,58 @@ def rotary(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, O
     size = packed.numel()
     forms = of(split_rotary_plain), formula, of(split_rotary_triton)
     yield "split and rotary", Operation((packed,), *forms, 2 * size, 2 * size)
+    heads = random(sizes.tokens, 1, sizes.groups * sizes.heads_per_group, 3, sizes.channels)
+    yield "split", Operation((heads,), split_heads, split_heads, split_heads_triton, 0, 2 * heads.numel())
+
+
+def lookups(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
+    """With the addition to an fp32 ``main_grad``, whose rows are read and written where an id occurs."""
+    weight = random(sizes.vocab, sizes.hidden)
+    total = torch.zeros_like(weight, dtype=torch.float32)
+    weight.main_grad = total  # type: ignore[attr-defined]
+
+    def add_to_total(grad: Tensor) -> None:
+        total.add_(grad)
+
+    def dense(ids: Tensor, weight: Tensor) -> Tensor:
+        seen = weight.view_as(weight)
+        seen.register_hook(add_to_total)
+        return F.embedding(ids, seen)
+
+    def ours(ids: Tensor, weight: Tensor) -> Tensor:
+        return look_up(weight, ids, None, LinearTraits(), add_rows_triton)
+
+    generator = torch.Generator(weight.device).manual_seed(1)
+    uniform = torch.rand(sizes.tokens, 1, generator=generator, device=weight.device)
+    ranks = torch.exp(uniform * math.log(sizes.vocab))  # frequencies fall as 1 / rank: the first has 6 %
+    size = sizes.tokens * sizes.hidden
+    for name, ids in {"random": (uniform * sizes.vocab).long(), "of text": ranks.long() - 1}.items():
+        rows = ids.unique().numel() * sizes.hidden
+        forms = partial(dense, ids), None, partial(ours, ids)
+        yield f"embedding, {name} ids", Operation((weight,), *forms, 2 * size, size + 4 * rows)
+
+
+class _WithBias(torch.autograd.Function):
+    """``x + bias``, whose backward pass is one sum over rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, column_sum: ColumnSum) -> Tensor:
+        ctx.column_sum = column_sum
+        return x + bias
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, ctx.column_sum(grad), None
+
+
+def biases(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
+    def add(column_sum: ColumnSum, x: Tensor, bias: Tensor) -> Tensor:
+        return _WithBias.apply(x, bias, column_sum)
+
+    for width in (sizes.hidden // 4, sizes.hidden):
+        x, bias = random(sizes.tokens, width), random(width)
+        forms = partial(add, column_sum_plain), torch.add, partial(add, column_sum_triton)
+        yield f"bias gradient, {width} wide", Operation((x, bias), *forms, 2 * x.numel(), x.numel())
 
 
 def dropout(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, Operation]]:
@@ -161,7 +224,7 @@ def operations(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Operat
         made = torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
         return made.requires_grad_()
 
-    for family in (norms, activations, rotary, dropout):
+    for family in (norms, activations, rotary, dropout, lookups, biases):
         yield from family(sizes, random)
 
 
