@@ -189,16 +189,16 @@ class _Normalize(torch.autograd.Function):
         steps = max(1, triton.cdiv(rows, most * tile["ROWS"]))  # of no rows: sums of nothing
         programs = triton.cdiv(rows, steps * tile["ROWS"])
         grad_x = torch.empty_like(stream)
-        weight_sums = torch.empty(programs, width, dtype=torch.float32, device=stream.device)
-        bias_sums = torch.empty_like(weight_sums) if biased else weight_sums
+        sums = torch.empty(1 + biased, programs, width, dtype=torch.float32, device=stream.device)
         grad = grad.contiguous()
         _norm_backward[(programs,)](
-            grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, weight_sums,
-            bias_sums, rows, width, ctx.traits.offset,
+            grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, sums[0], sums[-1],
+            rows, width, ctx.traits.offset,
             SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, STAGES=STAGES, **tile,
         )  # fmt: skip
-        grad_bias = bias_sums.sum(0).to(ctx.bias_dtype) if biased else None
-        return grad_x, _in_dtype(grad_x, ctx.branch_dtype), weight_sums.sum(0).to(weight.dtype), grad_bias, None
+        grads = sums.sum(1).to(weight.dtype)  # of weight and bias at once
+        grad_bias = grads[1].to(ctx.bias_dtype) if biased else None
+        return grad_x, _in_dtype(grad_x, ctx.branch_dtype), grads[0], grad_bias, None
 
 
 def normalize_triton(
