@@ -156,6 +156,7 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
         "delay_wgrad_compute", "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
         "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_schedule",
+        "whole_layers_in_pipeline_split",
         "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
         "recompute_activations", "distribute_saved_activations",
     ]  # fmt: skip

@@ -64,15 +64,18 @@ class Share:
 
     cfg: Config
     vocab_size: int
-    layers: int
+    attention_layers: int
+    """Attention halves of layers."""
+    mlp_layers: int
+    """Feed-forward halves of layers."""
     has_loss: bool
     microbatches: int
 
     @classmethod
     def of(cls, cfg: Config, vocab_size: int) -> Share:
         stages = stages_of(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
-        layers = sum(len(stage.layers) for stage in stages)
-        return cls(cfg, vocab_size, layers, any(stage.loss for stage in stages), microbatches_of(cfg))
+        attention, mlp = sum(stage.num_attention for stage in stages), sum(stage.num_mlp for stage in stages)
+        return cls(cfg, vocab_size, attention, mlp, any(stage.loss for stage in stages), microbatches_of(cfg))
 
     @property
     def tokens(self) -> int:
@@ -112,10 +115,10 @@ class Share:
         width = cfg.ffn_hidden_size
         gated = 2 if cfg.swiglu or cfg.quick_geglu else 1
         found = [
-            Linear("qkv", (heads + 2 * groups) * channels // tp, cfg.hidden_size, self.layers),
-            Linear("proj", cfg.hidden_size, heads * channels // tp, self.layers),
-            Linear("fc1", gated * width // tp, cfg.hidden_size, self.layers),
-            Linear("fc2", cfg.hidden_size, width // tp, self.layers),
+            Linear("qkv", (heads + 2 * groups) * channels // tp, cfg.hidden_size, self.attention_layers),
+            Linear("proj", cfg.hidden_size, heads * channels // tp, self.attention_layers),
+            Linear("fc1", gated * width // tp, cfg.hidden_size, self.mlp_layers),
+            Linear("fc2", cfg.hidden_size, width // tp, self.mlp_layers),
         ]
         if self.has_loss:
             found.append(Linear("output layer", self.vocab_size // tp, cfg.hidden_size, 1))
@@ -190,7 +193,7 @@ def _add_products(work: dict[str, Work], share: Share, ceilings: Mapping[str, An
 def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
     cfg = share.cfg
     heads = cfg.num_attention_heads / cfg.tensor_model_parallel_size
-    product = 2.0 * share.attention_pairs * share.layers * heads * cfg.kv_channels
+    product = 2.0 * share.attention_pairs * share.attention_layers * heads * cfg.kv_channels
     names = (kinds.ATTENTION_FORWARD, FORWARD_PRODUCTS), (kinds.ATTENTION_BACKWARD, BACKWARD_PRODUCTS)
     for (name, count), rate in zip(names, attention_rates(ceilings, cfg.seq_length)):
         work[name].add(flops=count * product, seconds=count * product / rate)
@@ -199,13 +202,13 @@ def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, A
 def _least_bytes(share: Share) -> dict[str, float]:
     cfg, element, tokens = share.cfg, share.element, share.own_tokens
     tp, all_tokens = cfg.tensor_model_parallel_size, share.tokens * share.microbatches
-    norms = 2 * share.layers + share.has_loss
+    norms = share.attention_layers + share.mlp_layers + share.has_loss
     found = {kinds.NORM: 8.0 * element * cfg.hidden_size * tokens * norms}
     if cfg.position_embedding_type == "rope":
         channels = (cfg.num_attention_heads + cfg.num_query_groups) * cfg.kv_channels / tp
-        found[kinds.ROPE] = 4.0 * element * channels * all_tokens * share.layers
+        found[kinds.ROPE] = 4.0 * element * channels * all_tokens * share.attention_layers
     passes = 3 + 5 if cfg.swiglu or cfg.quick_geglu else 2 + 3
-    found[kinds.ACTIVATION] = passes * element * cfg.ffn_hidden_size / tp * all_tokens * share.layers
+    found[kinds.ACTIVATION] = passes * element * cfg.ffn_hidden_size / tp * all_tokens * share.mlp_layers
     if share.has_loss:
         found[kinds.CROSS_ENTROPY] = 3.0 * element * share.vocab_size / tp * all_tokens
     found[kinds.EMBEDDING] = (3.0 * element + 2 * 4) * cfg.hidden_size * tokens
@@ -252,12 +255,13 @@ def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) 
             found["gradients, all-reduce"] = 2 * part * gradient * size / speeds["all_reduce"] / 1e6
     tp = cfg.tensor_model_parallel_size
     if tp > 1:
-        size = share.tokens * cfg.hidden_size * share.element * share.layers * share.microbatches * (tp - 1) / tp
+        halves = share.attention_layers + share.mlp_layers
+        size = share.tokens * cfg.hidden_size * share.element * halves * share.microbatches * (tp - 1) / tp
         if cfg.sequence_parallel:  # qkv and fc1 gather in forward and twice in backward, proj and fc2 once in backward
-            found["activations, all-gather"] = 6 * size / speeds["all_gather"] / 1e6
-            found["activations, reduce-scatter"] = 4 * size / speeds["reduce_scatter"] / 1e6
+            found["activations, all-gather"] = 3 * size / speeds["all_gather"] / 1e6
+            found["activations, reduce-scatter"] = 2 * size / speeds["reduce_scatter"] / 1e6
         else:
-            found["activations, all-reduce"] = 2 * 4 * size / speeds["all_reduce"] / 1e6
+            found["activations, all-reduce"] = 2 * 2 * size / speeds["all_reduce"] / 1e6
     return found
 
 

@@ -2,21 +2,22 @@
 ``--dry-run`` alike. Torch-free.
 
 A pipeline of P ranks with V model chunks on each has P x V *stages*. A micro-batch visits them in order; stage ``s`` is
-chunk ``s // P`` of rank ``s % P``. Every stage holds a run of consecutive layers, the first one also the embedding and
-the last one the output layer and the loss.
+chunk ``s // P`` of rank ``s % P``. Every stage holds a run of consecutive half layers, the first one also the
+embedding and the last one the output layer and the loss. A layer's halves are its two residual branches, attention and
+feed-forward network: x + branch is all that travels between stages, wherever the cut is.
 
-Unless the user lays the stages out, the slowest stage is made as fast as possible: costs are forward FLOPs, so that the
-output layer weighs as much as the layers that take as long.
+Unless the user lays the stages out, the slowest stage is made as fast as possible (``pipeline_balance.py``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.cli import flag
+from megatron.core.pipeline_balance import balanced_counts, half_costs, output_layer_cost, shared_out, slowest
 
 
 @dataclass(kw_only=True)
@@ -41,9 +42,14 @@ class PipelineConfig:
     account_for_loss_in_pipeline_split: bool = False
     """Count the output layer and loss as one layer when layers are split over stages, instead of by their FLOPs."""
 
+    whole_layers_in_pipeline_split: bool = False
+    """Cut stages between layers only. Otherwise stages whose contents are not given may also end between the attention
+    and the feed-forward half of a layer, where that makes the slowest one more than 1% faster."""
+
     pipeline_model_parallel_layout: str | None = None
     """Exact contents of every stage: E embedding, t layer, L loss, m multi-token head, | between stages, x*n for
-    repetition, such as Et*3|(tt|)*29,m|L."""
+    repetition, such as Et*3|(tt|)*29,m|L. A layer may be cut: a is its attention half, f its feed-forward half, such as
+    Etta|ftL."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag("--pipeline-schedule")
     """Order of forward and backward passes; default: interleaved with virtual stages, else 1f1b. zero-bubble computes
@@ -54,24 +60,71 @@ PipelineShape = Any
 """Any configuration with the fields above, ``pipeline_model_parallel_size`` and the sizes of the network, resolved."""
 
 
+Half = Literal["attention", "mlp"]
+"""Of a layer: norm, attention, residual; or norm, feed-forward network, residual."""
+
+
+def layers_of(half_layers: range) -> Iterator[tuple[int, Half | None]]:
+    """(global index of a layer, from 0; which half of it, None: both) of the layers that a range of half layers meets.
+
+    Half layer 2 k is the attention half of layer k, 2 k + 1 its feed-forward half.
+    """
+    if not half_layers:
+        return
+    for layer in range(half_layers.start // 2, (half_layers.stop + 1) // 2):
+        if 2 * layer not in half_layers:
+            yield layer, "mlp"
+        else:
+            yield layer, None if 2 * layer + 1 in half_layers else "attention"
+
+
+def half_layers_of(layers: range) -> range:
+    """The half layers of whole ones."""
+    return range(2 * layers.start, 2 * layers.stop)
+
+
 @dataclass(frozen=True)
 class StageContents:
     """What one stage holds."""
 
     stage: int
-    layers: range
-    """Global layer indices, from 0."""
+    half_layers: range
+    """Global indices, from 0, as of :func:`layers_of`."""
     embedding: bool = False
     loss: bool = False
     num_mtp: int = 0
     """Multi-token prediction layers."""
 
+    @property
+    def num_layers(self) -> float:
+        """A half counts as one half."""
+        return len(self.half_layers) / 2
+
+    @property
+    def num_attention(self) -> int:
+        """Attention halves."""
+        return sum(half != "mlp" for _, half in layers_of(self.half_layers))
+
+    @property
+    def num_mlp(self) -> int:
+        """Feed-forward halves."""
+        return sum(half != "attention" for _, half in layers_of(self.half_layers))
+
+    @property
+    def cuts_layers(self) -> bool:
+        """Whether it begins or ends inside a layer."""
+        return any(half is not None for _, half in layers_of(self.half_layers))
+
     def __str__(self) -> str:
         names = ["embedding"] if self.embedding else []
-        if len(self.layers) == 1:
-            names.append(f"layer {self.layers[0] + 1}")
-        elif self.layers:
-            names.append(f"layers {self.layers[0] + 1}-{self.layers[-1] + 1}")
+        layers = list(layers_of(self.half_layers))
+        whole = [layer + 1 for layer, half in layers if half is None]
+        if layers and layers[0][1] == "mlp":
+            names.append(f"feed-forward of layer {layers[0][0] + 1}")
+        if whole:
+            names.append(f"layer {whole[0]}" if len(whole) == 1 else f"layers {whole[0]}-{whole[-1]}")
+        if layers and layers[-1][1] == "attention":
+            names.append(f"attention of layer {layers[-1][0] + 1}")
         return " + ".join(names + (["loss"] if self.loss else [])) or "nothing"
 
 
@@ -104,13 +157,13 @@ class _LayoutParser:
             if symbol == "(":
                 self.at += 1
                 item = self.items(")")
-            elif symbol and symbol in "EtmL|":
+            elif symbol and symbol in "EtafmL|":
                 self.at += 1
                 item = [(symbol, begin)]
             elif not symbol:
                 raise self.fail("a parenthesis is not closed")
             else:
-                raise self.fail(f"{symbol!r} means nothing; E, t, m, L, | and parentheses do")
+                raise self.fail(f"{symbol!r} means nothing; E, t, a, f, m, L, | and parentheses do")
             result += item * self.repetitions()
             if len(result) > 100_000:
                 raise self.fail("more than 100000 entries", begin)
@@ -130,29 +183,32 @@ class _LayoutParser:
         return int(self.text[begin : self.at])
 
 
+_HALVES = {"t": 2, "a": 1, "f": 1}
+
+
 def parse_layout(text: str) -> list[StageContents]:
     """The stages of a layout string such as ``Et*3|(tt|)*29,m|L``.
 
     Raises:
-        LayoutError: on anything but exactly one E, before every layer, and exactly one L, after every layer.
+        LayoutError: on anything but exactly one E, before every layer, and exactly one L, after every layer; on halves
+            of layers other than an a and, next among the layers, its f.
     """
     parser = _LayoutParser(text)
     entries = parser.items("")
     stages: list[StageContents] = []
     pending: list[tuple[str, int]] = []
     seen: dict[str, int] = {}
+    first = begun = 0
     for symbol, at in [*entries, ("|", len(text))]:
         if symbol != "|":
             _check_order(parser, seen, symbol, at)
             seen[symbol] = seen.get(symbol, 0) + 1
+            begun += _HALVES.get(symbol, 0)
             pending.append((symbol, at))
             continue
         count = [each for each, _ in pending].count
-        first = seen.get("t", 0) - count("t")
-        stages.append(
-            StageContents(len(stages), range(first, seen.get("t", 0)), count("E") > 0, count("L") > 0, count("m"))
-        )
-        pending = []
+        stages.append(StageContents(len(stages), range(first, begun), count("E") > 0, count("L") > 0, count("m")))
+        pending, first = [], begun
     for symbol, what in (("E", "embedding"), ("L", "loss")):
         if symbol not in seen:
             raise LayoutError(f"{text!r} has no {symbol} ({what})")
@@ -166,11 +222,16 @@ def _check_order(parser: _LayoutParser, seen: dict[str, int], symbol: str, at: i
         raise parser.fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
     if symbol == "E" and seen:
         raise parser.fail("there is a second E" if "E" in seen else "E must be the first entry:", at)
-    if symbol == "t" and "m" in seen:
-        raise parser.fail("'t' comes after m", at)
+    if symbol in _HALVES and "m" in seen:
+        raise parser.fail(f"{symbol!r} comes after m", at)
+    is_cut = seen.get("a", 0) > seen.get("f", 0)
+    if symbol == "f" and not is_cut:
+        raise parser.fail("'f' (feed-forward half) does not follow an a (attention half)", at)
+    if symbol != "f" and is_cut:
+        raise parser.fail(f"{symbol!r} comes between the halves of a layer, a and f,", at)
 
 
-# ---- sizes and costs
+# ---- stages
 
 
 def virtual_pipeline_size(config: PipelineShape) -> int:
@@ -186,22 +247,14 @@ def virtual_pipeline_size(config: PipelineShape) -> int:
     return 1
 
 
-def output_layer_cost(config: PipelineShape, vocab_size: int, seq_length: int) -> float:
-    """Forward FLOPs of the output layer over those of one transformer layer (causal attention counted as half)."""
-    hidden, channels, heads = config.hidden_size, config.kv_channels, config.num_attention_heads
-    gated = 2 if config.swiglu or config.quick_geglu else 1
-    matrices = hidden * channels * (2 * heads + 2 * config.num_query_groups)
-    matrices += hidden * config.ffn_hidden_size * (1 + gated)
-    return hidden * vocab_size / (matrices + seq_length * heads * channels)
-
-
 def pipeline_stages(
-    config: PipelineShape, *, vocab_size: int | None = None, seq_length: int | None = None
+    config: PipelineShape, *, vocab_size: int | None = None, seq_length: int | None = None, cuttable: bool = True
 ) -> list[StageContents]:
     """The contents of every stage, in the order in which a micro-batch visits them.
 
-    ``vocab_size`` and ``seq_length`` give the weight of the output layer; without them it counts nothing. All callers
-    of one run must pass the same.
+    ``vocab_size`` and ``seq_length`` give the weight of the output layer; without them it counts nothing, and layers
+    stay whole. ``cuttable``: whether the model's layers can be built as halves. All callers of one run must pass the
+    same.
 
     Raises:
         ValueError: where the settings cannot be met; the rules refuse those before anything starts.
@@ -211,27 +264,23 @@ def pipeline_stages(
         stages = parse_layout(config.pipeline_model_parallel_layout)
         if len(stages) % ranks:
             raise ValueError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
-        if (num := sum(len(stage.layers) for stage in stages)) != config.num_layers:
-            raise ValueError(f"the layout has {num} layers, the model {config.num_layers}")
+        if (num := sum(stage.num_layers for stage in stages)) != config.num_layers:
+            raise ValueError(f"the layout has {num:g} layers, the model {config.num_layers}")
+        if not cuttable and (cut := next((stage for stage in stages if stage.cuts_layers), None)):
+            raise ValueError(f"the layout has {cut} on stage {cut.stage}, but this model's layers cannot be cut")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
-        counts = _given_ends(config, ranks, chunks)
-    else:
-        counts = _balanced(config, ranks * chunks, vocab_size, seq_length)
-    return _from_counts(counts)
+        return _from_counts([2 * count for count in _given_ends(config, ranks, chunks)])
+    return _from_counts(_balanced(config, ranks * chunks, vocab_size, seq_length, cuttable))
 
 
 def _from_counts(counts: Sequence[int]) -> list[StageContents]:
+    """From the number of half layers of each stage."""
     stages, first = [], 0
     for stage, count in enumerate(counts):
         stages.append(StageContents(stage, range(first, first + count), stage == 0, stage == len(counts) - 1))
         first += count
     return stages
-
-
-def _shared_out(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` counts that differ by one at most, the larger ones first."""
-    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _given_ends(config: PipelineShape, ranks: int, chunks: int) -> list[int]:
@@ -241,53 +290,33 @@ def _given_ends(config: PipelineShape, ranks: int, chunks: int) -> list[int]:
     others = ranks - (first is not None) - (last is not None)
     if rest < others * chunks or (others <= 0 and rest):
         raise ValueError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
-    per_rank = _shared_out(rest, others) if others else []
+    per_rank = shared_out(rest, others) if others else []
     per_rank = ([] if first is None else [first]) + per_rank + ([] if last is None else [last])
-    per_chunk = [_shared_out(count, chunks) for count in per_rank]
+    per_chunk = [shared_out(count, chunks) for count in per_rank]
     return [per_chunk[rank][chunk] for chunk in range(chunks) for rank in range(ranks)]
 
 
-def _balanced(config: PipelineShape, num_stages: int, vocab_size: int | None, seq_length: int | None) -> list[int]:
-    by_count = config.account_for_embedding_in_pipeline_split or config.account_for_loss_in_pipeline_split
+WORTH_A_CUT = 0.01
+"""Layers are cut where the slowest stage gets faster by more than this part."""
+
+
+def _balanced(
+    config: PipelineShape, num_stages: int, vocab_size: int | None, seq_length: int | None, cuttable: bool
+) -> list[int]:
+    """Half layers per stage."""
     front = float(config.account_for_embedding_in_pipeline_split)
     back = float(config.account_for_loss_in_pipeline_split)
-    if not by_count and vocab_size is not None and seq_length is not None and num_stages > 1:
-        back = output_layer_cost(config, vocab_size, seq_length)
     smallest = [1] * num_stages
     smallest[0] -= config.account_for_embedding_in_pipeline_split
     smallest[-1] -= config.account_for_loss_in_pipeline_split
-    return balanced_counts(config.num_layers, smallest, front, back)
-
-
-_SHARPNESS = 8  # the 8-norm of the stages' costs: nearly their maximum, but among equal maxima the evener split wins
-
-
-def balanced_counts(num_layers: int, smallest: Sequence[int], front: float, back: float) -> list[int]:
-    """Layers per stage such that the costliest stage is as cheap as possible.
-
-    Args:
-        num_layers: to be shared out, each of cost 1.
-        smallest: least number of layers of each stage.
-        front: cost that the first stage has besides its layers.
-        back: the same for the last stage.
-    """
-    num_stages = len(smallest)
-    if num_layers < sum(smallest):
-        raise ValueError(f"{num_layers} layers cannot fill {num_stages} pipeline stages")
-    mean = (num_layers + front + back) / num_stages
-    largest = math.ceil(num_layers / max(num_stages - 1, 1)) + math.ceil(mean)
-    # best[n] = (sum of costs^8 so far, counts) for n layers on the stages so far
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for stage in range(num_stages):
-        extra = (front if stage == 0 else 0.0) + (back if stage == num_stages - 1 else 0.0)
-        later = sum(smallest[stage + 1 :])
-        longer: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for used, (cost, counts) in best.items():
-            most = min(num_layers - used - later, num_layers if stage == num_stages - 1 else largest)
-            for count in range(smallest[stage], most + 1):
-                total = cost + ((count + extra) / mean) ** _SHARPNESS
-                known = longer.get(used + count)
-                if known is None or total < known[0] * (1 - 1e-12):
-                    longer[used + count] = (total, (*counts, count))
-        best = longer
-    return list(best[num_layers][1])
+    layers = [1.0] * config.num_layers
+    if front or back or vocab_size is None or seq_length is None or num_stages == 1:
+        return [2 * count for count in balanced_counts(layers, smallest, front, back)]
+    back = output_layer_cost(config, vocab_size, seq_length)
+    whole = balanced_counts(layers, smallest, front, back)
+    if cuttable and not config.whole_layers_in_pipeline_split:
+        halves = list(half_costs(config, seq_length)) * config.num_layers
+        cut = balanced_counts(halves, smallest, front, back)
+        if slowest(halves, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, whole, front, back):
+            return cut
+    return [2 * count for count in whole]

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements
-from megatron.core.pipeline_layout import StageContents
+from megatron.core.pipeline_layout import Half, StageContents, layers_of
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.pipeline_report import microbatches_of, schedule_of, stages_of
@@ -78,8 +78,8 @@ def chunk_parameters(cfg: PretrainConfig, stage: StageContents, vocab_size: int)
         found.append(("word_embeddings", word))
         if cfg.position_embedding_type == "learned_absolute":
             found.append(("position_embeddings", (cfg.max_position_embeddings, hidden)))
-    for _ in stage.layers:
-        found += _layer_parameters(cfg)
+    for _, half in layers_of(stage.half_layers):
+        found += _layer_parameters(cfg, half)
     if stage.loss:
         found += [("final_layernorm", (hidden,))] * norm
         if cfg.untie_embeddings_and_output_weights or not stage.embedding:
@@ -87,12 +87,18 @@ def chunk_parameters(cfg: PretrainConfig, stage: StageContents, vocab_size: int)
     return found
 
 
-def _layer_parameters(cfg: PretrainConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn, channels, tp = cfg.hidden_size, cfg.ffn_hidden_size, cfg.kv_channels, cfg.tensor_model_parallel_size
+def _layer_parameters(cfg: PretrainConfig, half: Half | None = None) -> Iterator[tuple[str, Shape]]:
+    if half != "mlp":
+        yield from _attention_parameters(cfg)
+    if half != "attention":
+        yield from _mlp_parameters(cfg)
+
+
+def _attention_parameters(cfg: PretrainConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, channels, tp = cfg.hidden_size, cfg.kv_channels, cfg.tensor_model_parallel_size
     heads, groups = cfg.num_attention_heads, cfg.num_query_groups
     norm, bias = 2 if cfg.normalization == "LayerNorm" else 1, cfg.add_bias_linear
     rows = [(heads + 2 * groups) * channels // tp] if groups >= tp else [heads // tp * channels, 2 * channels]
-    wide = ffn // tp * (2 if is_gated(cfg) else 1)
     yield from [("input_layernorm", (hidden,))] * norm
     yield from (("linear_qkv", (each, hidden)) for each in rows)
     if bias or cfg.add_qkv_bias:
@@ -100,6 +106,12 @@ def _layer_parameters(cfg: PretrainConfig) -> Iterator[tuple[str, Shape]]:
     yield from [("head_norms", (channels,))] * (2 * norm * bool(cfg.qk_layernorm and not cfg.qk_l2_norm))
     yield "linear_proj", (hidden, heads * channels // tp)
     yield from [("linear_proj.bias", (hidden,))] * bias
+
+
+def _mlp_parameters(cfg: PretrainConfig) -> Iterator[tuple[str, Shape]]:
+    hidden, ffn, tp = cfg.hidden_size, cfg.ffn_hidden_size, cfg.tensor_model_parallel_size
+    norm, bias = 2 if cfg.normalization == "LayerNorm" else 1, cfg.add_bias_linear
+    wide = ffn // tp * (2 if is_gated(cfg) else 1)
     yield from [("pre_mlp_layernorm", (hidden,))] * norm
     yield "linear_fc1", (wide, hidden)
     yield from [("linear_fc1.bias", (wide,))] * bias
@@ -227,20 +239,23 @@ def _sizes(cfg: PretrainConfig) -> _Sizes:
     )  # fmt: skip
 
 
-def layer_activations(cfg: PretrainConfig) -> int:
-    """Bytes that one layer keeps for its backward pass, without full recomputation."""
+def layer_activations(cfg: PretrainConfig, half: Half | None = None) -> int:
+    """Bytes that one layer, or a half of it, keeps for its backward pass, without full recomputation."""
     n, item = _sizes(cfg), weight_bytes(cfg)
     dropped: frozenset[str] = frozenset()
     if cfg.recompute_granularity == "selective":
         dropped = frozenset(cfg.recompute_modules or ("core_attn",))
     stream_item = 4 if cfg.fp32_residual_connection and item == 2 else item
-    total = 2 * n.stream * stream_item  # what the two norms read
-    total += 0 if "layernorm" in dropped else 2 * n.stream * item  # and write
-    total += (2 * n.query + n.key_value) * item  # queries, keys, values; what the projection takes
-    total += _core_attention(cfg, n) if "core_attn" not in dropped else 0
-    if "mlp" not in dropped:
+    each = n.stream * stream_item  # what a norm reads
+    each += 0 if "layernorm" in dropped else n.stream * item  # and writes
+    each += n.stream * bool(cfg.hidden_dropout)  # a mask of one byte
+    total = each * (2 if half is None else 1)
+    if half != "mlp":
+        total += (2 * n.query + n.key_value) * item  # queries, keys, values; what the projection takes
+        total += _core_attention(cfg, n) if "core_attn" not in dropped else 0
+    if half != "attention" and "mlp" not in dropped:
         total += (n.wide + (0 if "mlp_act" in dropped else n.narrow)) * item
-    return total + 2 * n.stream * bool(cfg.hidden_dropout)  # masks of one byte
+    return total
 
 
 def _core_attention(cfg: PretrainConfig, n: _Sizes) -> int:
@@ -257,8 +272,8 @@ def _core_attention(cfg: PretrainConfig, n: _Sizes) -> int:
 def stage_activations(cfg: PretrainConfig, stage: StageContents, vocab_size: int) -> int:
     """Bytes that one micro-batch leaves on a stage between its forward and its backward pass."""
     n, item = _sizes(cfg), weight_bytes(cfg)
-    count = len(stage.layers)
-    total = 0
+    layers = [half for _, half in layers_of(stage.half_layers)]
+    total, count = 0, len(layers)
     if stage.embedding and cfg.hidden_dropout:
         total += n.stream
     if cfg.recompute_granularity == "full":
@@ -267,8 +282,8 @@ def stage_activations(cfg: PretrainConfig, stage: StageContents, vocab_size: int
         inputs = -(-count // given) if count and cfg.recompute_method == "uniform" else given
         share = cfg.tensor_model_parallel_size if cfg.distribute_saved_activations else 1
         total += inputs * n.stream * item // share
-        count = 0 if cfg.recompute_method == "uniform" else count - given
-    total += count * layer_activations(cfg)
+        layers = [] if cfg.recompute_method == "uniform" else layers[given:]
+    total += sum(layer_activations(cfg, half) for half in layers)
     if stage.loss:
         tokens = n.whole_stream // cfg.hidden_size
         total += 2 * n.stream * item  # the final norm's input and output
@@ -279,14 +294,18 @@ def stage_activations(cfg: PretrainConfig, stage: StageContents, vocab_size: int
 
 def _backward_bytes(cfg: PretrainConfig, stage: StageContents) -> int:
     """While one layer runs backward: its activations once more where they are recomputed, and their gradients."""
-    if not stage.layers:
+    layers = [half for _, half in layers_of(stage.half_layers)]
+    if not layers:
         return 0
     n, item = _sizes(cfg), weight_bytes(cfg)
     total = (n.wide + n.narrow + 2 * n.stream) * item
     if cfg.recompute_granularity == "full":
         together = cfg.recompute_num_layers if cfg.recompute_method == "uniform" else 1
         assert together is not None
-        total += min(together, len(stage.layers)) * layer_activations(cfg)
+        total += max(
+            sum(layer_activations(cfg, half) for half in layers[first : first + together])
+            for first in range(0, len(layers), together)
+        )
     elif cfg.recompute_granularity == "selective":
         total += _core_attention(cfg, n)
     return total

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.core.pipeline_layout import StageContents, output_layer_cost, pipeline_stages, virtual_pipeline_size
+from megatron.core.pipeline_balance import half_costs, output_layer_cost
+from megatron.core.pipeline_layout import StageContents, pipeline_stages, virtual_pipeline_size
 from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
@@ -27,9 +28,10 @@ def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
 
 def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
     """In forward passes of one layer: F costs a stage's layers and output layer, B and W as much each."""
-    forward = [float(len(stage.layers)) for stage in stages_of(cfg, vocab_size)]
+    assert cfg.seq_length is not None
+    attention, mlp = half_costs(cfg, cfg.seq_length)
+    forward = [attention * stage.num_attention + mlp * stage.num_mlp for stage in stages_of(cfg, vocab_size)]
     if vocab_size is not None:
-        assert cfg.seq_length is not None
         forward[-1] += output_layer_cost(cfg, vocab_size, cfg.seq_length)
 
     def cost(stage: int, action: Action) -> float:
@@ -57,7 +59,7 @@ def microbatches_of(cfg: PretrainConfig) -> int:
 def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:
     """Per rank, the most (layer, micro-batch) activations alive at once."""
     stages = stages_of(cfg, vocab_size)
-    return peak_activations(schedule, weight=lambda stage: float(len(stages[stage].layers)))
+    return peak_activations(schedule, weight=lambda stage: stages[stage].num_layers)
 
 
 def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:

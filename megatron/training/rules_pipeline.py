@@ -42,7 +42,8 @@ def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
 def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
     if cfg.pipeline_model_parallel_size != 1:
         return
-    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], "pipeline_schedule", "delay_wgrad_compute")
+    whole = "whole_layers_in_pipeline_split"
+    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule", "delay_wgrad_compute")
     for field in fields:
         if getattr(cfg, field):
             fix = "leave it out, or give more ranks than one"
@@ -58,9 +59,11 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
-    layers = sum(len(stage.layers) for stage in stages)
+    layers = sum(stage.num_layers for stage in stages)
     if cfg.num_layers and layers != cfg.num_layers:
-        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} t for --num-layers {cfg.num_layers}")
+        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers:g} layers for --num-layers {cfg.num_layers}")
+    if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
+        yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "leave it out")
     if ranks > 0 and len(stages) % ranks:
         reason = f"has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {ranks}"
         fix = f"nearest: {max(len(stages) // ranks, 1) * ranks} or {(len(stages) // ranks + 1) * ranks} stages"
@@ -69,7 +72,7 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "pipeline_model_parallel_layout", "multi-token prediction (m) is not available yet")
     for rank in range(ranks if ranks > 0 else 0):
         own = stages[rank::ranks]
-        if own and not any(stage.layers or stage.embedding or stage.loss for stage in own):
+        if own and not any(stage.half_layers or stage.embedding or stage.loss for stage in own):
             yield problem(cfg, "pipeline_model_parallel_layout", f"leaves pipeline rank {rank} without anything")
 
 

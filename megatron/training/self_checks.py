@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 3
 """Under --check-replicas, so many first steps are always checked: most bugs show at once."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_HALF = re.compile(r"(?:^|\.)layers\.(\d+)\.(input_layernorm|self_attention|pre_mlp_layernorm|mlp)\.")
 
 
 class BuildError(ValueError):
@@ -102,6 +103,10 @@ def problems_of(pieces: Iterable[Piece], num_layers: int, num_parameters: int | 
             yield f"{_layers(missing)} on no rank"
         if surplus := sorted(layers - set(range(num_layers))):
             yield f"{_layers(surplus)} beyond --num-layers {num_layers}"
+        if num_parameters is not None:  # all layers are alike
+            for half, found in _halves(by_name).items():
+                if found and (missing := sorted(layers - found)):
+                    yield f"the {half} half of {_layers(missing)} on no rank"
     doubled: dict[tuple[int, ...], list[str]] = {}
     total = 0
     for name, own in by_name.items():
@@ -122,6 +127,15 @@ def problems_of(pieces: Iterable[Piece], num_layers: int, num_parameters: int | 
         yield f"{listed} on stages {' and '.join(map(str, stages))}, though nothing ties them"
     if num_parameters is not None and total != num_parameters:
         yield f"the ranks hold {total:,} parameters, the settings make {num_parameters:,}"
+
+
+def _halves(names: Iterable[str]) -> dict[str, set[int]]:
+    """Indices of the layers whose attention, and of those whose feed-forward half, have a parameter."""
+    found: dict[str, set[int]] = {"attention": set(), "feed-forward": set()}
+    for name in names:
+        if match := _HALF.search(name):
+            found["feed-forward" if "mlp" in match[2] else "attention"].add(int(match[1]))
+    return found
 
 
 def _layers(indices: Sequence[int]) -> str:
@@ -168,9 +182,13 @@ def _span(numbers: Sequence[int]) -> str:
 def _contents(pieces: Iterable[Piece], stage: int) -> str:
     names = {piece.name for piece in pieces}
     embedding = any(name.startswith("embedding.") for name in names)
-    layers = sorted({int(match[1]) + 1 for name in names if (match := _LAYER.search(name))})
+    layers = {int(match[1]) for name in names if (match := _LAYER.search(name))}
+    attention, mlp = _halves(names).values()
     words = ["embedding"] if embedding and stage == 0 else []
-    words += [f"layer{'s' if len(layers) > 1 else ''} {_span(layers)}"] if layers else []
+    parts = {"feed-forward of ": mlp - attention, "": layers - (mlp ^ attention), "attention of ": attention - mlp}
+    for what, own in parts.items():
+        numbers = [layer + 1 for layer in sorted(own)]
+        words += [f"{what}layer{'s' if len(own) > 1 else ''} {_span(numbers)}"] if own else []
     words += ["final norm"] if any("final_layernorm" in name for name in names) else []
     words += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
     words += ["output layer (tied)"] if embedding and stage > 0 else []

@@ -12,6 +12,7 @@ from tests.test_utils.gpt_runs import losses, read_records, train_with_errors, w
 FOUR_LAYERS = ["--num-layers", "4"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 VPP2 = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
+CUT = ["--pipeline-model-parallel-layout"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
 
 
@@ -62,6 +63,8 @@ LAYOUTS = {
         2, [*VPP2, "--micro-batch-size", "1", "--global-batch-size", "8",
             "--microbatch-group-size-per-virtual-pipeline-stage", "3"],
     ),
+    "cut layers": (2, [*PP2, *CUT, "Eta|fttL"]),
+    "cut layers in four chunks, zero bubble": (2, [*PP2, *CUT, "Ea|fta|fa|fL", "--pipeline-schedule", "zero-bubble"]),
     "zero bubble, data parallel": (4, [*PP2, "--pipeline-schedule", "zero-bubble", "--overlap-grad-reduce"]),
 }  # fmt: skip
 
@@ -105,6 +108,24 @@ def test_a_checkpoint_continues_on_other_stages(gloo_pool, dataset, tmp_path, on
         stop = ["--exit-interval", last, "--load", folder, "--eval-interval", 4, "--no-load-rng"]
         run(gloo_pool, world_size, dataset, folder, *flags, *stop)
     np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=1e-12)
+
+
+def test_a_checkpoint_of_cut_layers_continues_on_other_stages(gloo_pool, dataset, tmp_path, one_rank):
+    """Written by stages that end inside a layer, continued where others do, over whole layers, on one rank."""
+    folder = tmp_path / "run"
+    steps = [
+        (2, [*PP2, *CUT, "Eta|fttL"], 2), (2, [*PP2, *CUT, "Ea|fta|fa|fL", "--use-distributed-optimizer"], 4),
+        (2, PP2, 6), (4, [*PP2, *CUT, "Etta|ftL"], 7), (1, [], 8),
+    ]  # fmt: skip
+    for world_size, flags, last in steps:
+        stop = ["--exit-interval", last, "--load", folder, "--eval-interval", 4, "--no-load-rng"]
+        run(gloo_pool, world_size, dataset, folder, *flags, *stop)
+    np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=1e-12)
+    expected = tensors(one_rank / "iter_0000008")
+    found = tensors(folder / "iter_0000008")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-10, msg=name)
 
 
 def provider_of_old(pre_process=True, post_process=True):

@@ -43,14 +43,27 @@ def only_last_microbatch(rank):
 
 def dropped_layer(rank):
     """The last pipeline stage builds one layer less."""
+    return _other_half_layers(lambda own: own[:-2])
+
+
+def dropped_half(rank):
+    """The last pipeline stage leaves out the feed-forward half of its last layer."""
+    return _other_half_layers(lambda own: own[:-1])
+
+
+def doubled_half(rank):
+    """The last pipeline stage begins with a half that the stage before it has too."""
+    return _other_half_layers(lambda own: range(own.start - 1, own.stop))
+
+
+def _other_half_layers(of_last_stage):
     where = module("megatron.core.models.gpt.gpt_model").GPTModel
     correct = where._build
 
-    def shorter(self, spec, layer_range, learned_positions):
-        layers = range(self.config.num_layers) if layer_range is None else layer_range
-        correct(self, spec, layers[:-1] if self.post_process else layers, learned_positions)
+    def other(self, spec, half_layers, learned_positions):
+        correct(self, spec, of_last_stage(half_layers) if self.post_process else half_layers, learned_positions)
 
-    return mock.patch.object(where, "_build", shorter)
+    return mock.patch.object(where, "_build", other)
 
 
 def loss_is_a_mean_of_means(rank):

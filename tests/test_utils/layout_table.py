@@ -23,6 +23,7 @@ MODELS = {
     "layers4": f"{DROPOUT} --num-layers 4",
     "deep": f"{DROPOUT} --num-layers 7",
     "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
+    "post-norm": f"{DROPOUT} --apply-residual-connection-post-layernorm",
 }
 
 SP = "--sequence-parallel"
@@ -200,9 +201,35 @@ LOSS_IN_CHUNKS = {
     "chunks-fsdp2": ("untied", f"--micro-batch-size 2 {FSDP} {CHUNKS}", 2),
 }
 
+CUT = "--pipeline-model-parallel-layout"
+CUT_LAYERS = {
+    "cut-pp2": ("gpt2", f"{PP2} {CUT} Eta|fttL", 2),
+    "cut-pp2-untied": ("untied", f"{PP2} {CUT} Ettta|fL", 2),
+    "cut-pp2-llama": ("llama", f"{PP2} {CUT} Ea|ftttL", 2),
+    "cut-pp2-post-norm": ("post-norm", f"{PP2} {CUT} Etta|ftL", 2),
+    "cut-pp4": ("gpt2", f"{PP4} {CUT} Eta|f|ta|fL", 4),
+    "cut-pp4-zero-bubble": ("untied", f"{PP4} {ZB} {CUT} Ea|fta|fa|fL", 4),
+    "cut-pp4-three-stages-of-one-layer": ("sgd", f"{PP4} {CUT} Ett|a|f|tL", 4),
+    "cut-pp2-vpp": ("gpt2", f"{PP2} {CUT} Ea|fta|fa|fL", 2),
+    "cut-pp2-vpp-zero-bubble": ("untied", f"{PP2} {ZB} {CUT} Ea|fa|fa|ftL", 2),
+    "cut-pp2-tp2-sp": ("untied", f"{PP2} --tensor-model-parallel-size 2 {SP} {CUT} Eta|fttL", 4),
+    "cut-pp2-tp2-sp-halves": (
+        "gpt2", f"{PP2} --tensor-model-parallel-size 2 {SP} --tp-comm-overlap {CUT} Eta|fttL", 4,
+    ),
+    "cut-pp2-cp2": ("packed", f"{PP2} --context-parallel-size 2 {CUT} Eta|fttL", 4),
+    "cut-pp2-zero2-gather": ("gpt2", f"{PP2} {GATHER} {CUT} Eta|fttL", 4),
+    "cut-pp2-recompute-modules": (
+        "gpt2", f"{PP2} {CUT} Eta|fttL --recompute-granularity selective"
+        " --recompute-modules core_attn mlp layernorm", 2,
+    ),
+    "cut-pp2-recompute-uniform": ("untied", f"{PP2} {CUT} Eta|fttL {FULL} 2 --recompute-method uniform", 2),
+    "cut-pp2-recompute-block": ("gpt2", f"{PP2} {ZB} {CUT} Eta|fttL {FULL} 2 --recompute-method block", 2),
+    "pp2-whole": ("deep", f"{PP2} --whole-layers-in-pipeline-split", 2),
+}  # fmt: skip
+
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
-    **LOSS_IN_CHUNKS,
+    **LOSS_IN_CHUNKS, **CUT_LAYERS,
 }  # fmt: skip
 
 

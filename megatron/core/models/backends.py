@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.pipeline_layout import Half
 from megatron.core.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention_window import layer_window
@@ -70,16 +71,17 @@ def transformer_engine_attention(
 
 def transformer_engine_layer(
     config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, *,
-    groups: ProcessGroups | None = None,
+    groups: ProcessGroups | None = None, half: Half | None = None,
 ) -> TransformerLayer:  # fmt: skip
     """A layer whose two norms are computed with the products behind them, where nothing else needs their outputs."""
-    layer = TransformerLayer(config, submodules, layer_number, groups=groups)
+    layer = TransformerLayer(config, submodules, layer_number, groups=groups, half=half)
     if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):
         return layer
-    pairs = (
-        (layer.input_layernorm, layer.self_attention.linear_qkv),
-        (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
-    )
+    pairs = []
+    if layer.has_attention:
+        pairs.append((layer.input_layernorm, layer.self_attention.linear_qkv))
+    if layer.has_mlp:
+        pairs.append((layer.pre_mlp_layernorm, layer.mlp.linear_fc1))
     for norm, linear in pairs:
         both = isinstance(norm, te.TENorm) and isinstance(linear, te.TEColumnParallelLinear)
         if both and linear.group.size == 1:
@@ -124,7 +126,8 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     for chunk in model_chunks:
         for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
             kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
-            attention.setdefault(_attention_of(layer), []).append(layer.layer_number)
+            if layer.has_attention:
+                attention.setdefault(_attention_of(layer), []).append(layer.layer_number)
     if kinds:
         yield f"layers: {', '.join(sorted(kinds))} (--transformer-impl)"
     for words, layers in attention.items():

@@ -64,9 +64,9 @@ def halves(around: Surroundings, batch: int) -> list[Surroundings]:
 
 
 def walk_through(layers: Sequence[Any], hidden_states: Tensor, around: Surroundings) -> Walk:
-    """One half through ``layers``, which have :meth:`TransformerLayer.pieces`."""
+    """One half through ``layers``, which have :attr:`TransformerLayer.pieces`."""
     for layer in layers:
-        hidden_states = yield from layer.pieces(hidden_states, *around)
+        hidden_states = yield from layer.pieces(hidden_states, around)
     return hidden_states
 
 

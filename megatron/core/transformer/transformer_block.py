@@ -1,4 +1,5 @@
-"""A stack of transformer layers: those of one pipeline stage, and the final norm on the last one."""
+"""A stack of transformer layers: those of one pipeline stage, the first and the last of which may be halves, and the
+final norm on the last stage."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_layout import half_layers_of, layers_of
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.dropout import DropoutCoordinates
@@ -53,7 +55,7 @@ class TransformerBlockSubmodules:
 
 
 class TransformerBlock(nn.Module):
-    """Layers ``layer_range`` (global indices) of the model; [s, b, h] -> [s, b, h].
+    """The ``half_layers`` of the model, as of ``pipeline_layout.layers_of``; [s, b, h] -> [s, b, h].
 
     ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``.
     """
@@ -63,14 +65,14 @@ class TransformerBlock(nn.Module):
         config: TransformerConfig,
         spec: ModuleSpec | TransformerBlockSubmodules,
         *,
-        layer_range: range | None = None,
+        half_layers: range | None = None,
         post_layer_norm: bool = True,
         groups: ProcessGroups | None = None,
     ) -> None:
         super().__init__()
         assert config.num_layers is not None
         groups = groups or SINGLE_PROCESS
-        layer_range = range(config.num_layers) if layer_range is None else layer_range
+        half_layers = half_layers_of(range(config.num_layers)) if half_layers is None else half_layers
         if isinstance(spec, ModuleSpec):
             spec = TransformerBlockSubmodules([spec] * config.num_layers)
         if len(spec.layer_specs) != config.num_layers:
@@ -80,8 +82,9 @@ class TransformerBlock(nn.Module):
                 "layer of the whole model"
             )
         self.layers = LayerList()
-        for index in layer_range:
-            layer = build_module(spec.layer_specs[index], config, layer_number=index + 1, groups=groups)
+        for index, half in layers_of(half_layers):
+            part = {} if half is None else {"half": half}
+            layer = build_module(spec.layer_specs[index], config, layer_number=index + 1, groups=groups, **part)
             self.layers.append(layer, index)
         self._runs = layer_runs(config, len(self.layers), groups)
         """Which layers run together, and what they keep for backward."""

@@ -50,15 +50,15 @@ class GPTTask(Task):
             seed=cfg.seed,
             make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
             groups=parallel_state.get_process_groups(),
-            layer_range=self._layer_range(vp_stage or 0),
+            half_layers=self._half_layers(vp_stage or 0),
             vp_stage=vp_stage,
         )
 
-    def _layer_range(self, vp_stage: int) -> range:
-        """Layers of this rank's model chunk; unlike GPTModel, the task knows the length of the training sequences."""
+    def _half_layers(self, vp_stage: int) -> range:
+        """What this rank's model chunk holds; unlike GPTModel, the task knows the length of the training sequences."""
         cfg, pp = self.cfg, parallel_state.get_process_groups().pp
         stages = pipeline_stages(cfg, vocab_size=self.vocab_size, seq_length=cfg.seq_length)
-        return stages[pp.rank + vp_stage * pp.size].layers
+        return stages[pp.rank + vp_stage * pp.size].half_layers
 
     @property
     def vocab_size(self) -> int:

@@ -74,6 +74,8 @@ def built(rank, world_size, text):
          " --ddp-num-buckets 3 --ddp-pad-buckets-for-high-nccl-busbw", 4),
         (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 4),
         ("--bf16 --use-distributed-optimizer --pipeline-model-parallel-size 2 --context-parallel-size 2", 4),
+        ("--bf16 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Eta|fttL", 2),
+        (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ea|fta|fa|fL", 4),
         ("--bf16 --use-torch-fsdp2", 2),
     ],
 )
@@ -161,17 +163,20 @@ SHORT = "--seq-length 8192 --max-position-embeddings 8192 --global-batch-size 32
 LONG = "--seq-length 32768 --max-position-embeddings 32768 --global-batch-size 8 "
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather "
 SPLIT = "--tensor-model-parallel-size 2 --sequence-parallel "
+STAGES = "--pipeline-model-parallel-layout"
 # flags, peak of the last rank in GB (1e9 bytes) as torch's allocator counted it on four H200s
 MEASURED = {
     "dp4": (f"{SHORT} {OVERLAP}", 115.06),
     "tp4-sp": (f"{SHORT} --tensor-model-parallel-size 4 --sequence-parallel", 47.18),
-    "pp4-vpp": (f"{SHORT} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2", 72.13),
-    "pp4-zero-bubble": (f"{SHORT} --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble", 71.84),
+    "pp4-vpp": (f"{SHORT} {STAGES} Ett|(tt|)*13ttt|tL --pipeline-model-parallel-size 4", 72.13),
+    "pp4-zero-bubble": (
+        f"{SHORT} {STAGES} Et*8|t*9|t*9|t*6L --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble", 71.84,
+    ),
     "cp4": (f"{LONG} {OVERLAP} --context-parallel-size 4", 112.38),
     "dp2-tp2": (f"{SHORT} {OVERLAP} {SPLIT}", 69.85),
     "tp2-pp2": (f"{SHORT} {SPLIT} --pipeline-model-parallel-size 2", 45.38),
     "dp2-pp2": (f"{SHORT} {OVERLAP} --pipeline-model-parallel-size 2", 67.57),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -181,6 +186,14 @@ def test_peaks_of_whole_runs_are_within_six_percent(name):
     with mock.patch.object(memory_estimate, "master_bytes", lambda cfg: 4):
         last = estimate_memory(settings(LLAMA_8B + flags, 4), 128256)[-1]
     assert last.total / 1e9 == pytest.approx(gigabytes, rel=0.06)
+
+
+@pytest.mark.parametrize("recompute", ["", "--recompute-granularity selective --recompute-modules mlp layernorm"])
+def test_the_halves_of_a_layer_keep_what_it_keeps(recompute):
+    for text in (LLAMA, "--hidden-dropout 0.1"):
+        cfg = settings(f"{text} {recompute}")
+        attention, mlp = (memory_estimate.layer_activations(cfg, half) for half in ("attention", "mlp"))
+        assert attention + mlp == memory_estimate.layer_activations(cfg) and min(attention, mlp) > 0
 
 
 def test_the_fullest_rank_is_marked():

@@ -36,6 +36,28 @@ def test_holes_and_doubles_are_named(pieces, words):
     assert words in "; ".join(problems_of(pieces, 2, None))
 
 
+def half(index, name, stage=0):
+    return Piece(f"decoder.layers.{index}.{name}.weight", (4, 4), (0, 0), (4, 4), stage, False)
+
+
+def test_every_half_of_a_layer_is_wanted_once():
+    first, last = [half(0, "self_attention"), half(0, "mlp")], [half(1, "self_attention"), half(1, "mlp", 1)]
+    assert not list(problems_of([*first, *last], 2, 64))
+    assert "the feed-forward half of layer 2 is on no rank" in list(problems_of([*first, last[0]], 2, 64))
+    assert "the attention half of layer 2 is on no rank" in list(problems_of([*first, last[1]], 2, 64))
+    doubled = "; ".join(problems_of([*first, *last, half(1, "self_attention", 1)], 2, 64))
+    assert doubled == "decoder.layers.1.self_attention.weight on stages 0 and 1, though nothing ties them"
+    grid = RankGrid(pp=2)
+    assert list(describe_layout(grid, [*first, *last]))[-2:] == [
+        "  stage 0 (ranks 0): layer 1 + attention of layer 2; 48 parameters",
+        "  stage 1 (ranks 1): feed-forward of layer 2; 16 parameters",
+    ]
+
+
+def test_layers_without_one_of_the_halves_are_another_programs_business():
+    assert not list(problems_of([half(0, "self_attention"), half(0, "mlp"), half(1, "mlp")], 2, None))
+
+
 def test_a_wrong_sum_is_a_problem():
     assert list(problems_of([layer(0)], 1, 17)) == ["the ranks hold 16 parameters, the settings make 17"]
 
@@ -72,8 +94,12 @@ def build(rank, world_size, one, fault=None):
 
 
 @pytest.mark.parametrize(
-    "name", ["dp2", "zero2-gather", "tp4-sp-groups-below-ranks", "pp4-uneven", "pp2-vpp", "pp2-tp2-sp"]
-)
+    "name",
+    [
+        "dp2", "zero2-gather", "tp4-sp-groups-below-ranks", "pp4-uneven", "pp2-vpp", "pp2-tp2-sp", "cut-pp4",
+        "cut-pp2-tp2-sp",
+    ],
+)  # fmt: skip
 def test_layouts_hold_the_model_once(gloo_pool, name):
     one = row(name)
     assert gloo_pool.run(build, one.world_size, one) == [None] * one.world_size
@@ -83,6 +109,19 @@ def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
     messages = gloo_pool.run(build, 2, row("pp2-uneven"), "dropped_layer")
     assert messages[0] == messages[1] and "layer 7 is on no rank" in messages[0]
     assert "the settings make" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("dropped_half", "the feed-forward half of layer 4 is on no rank"),
+        ("doubled_half", "decoder.layers.1.input_layernorm.weight, decoder.layers.1.input_layernorm.bias, "
+                         "decoder.layers.1.self_attention.linear_qkv.weight … on stages 0 and 1, though nothing ties"),
+    ],
+)  # fmt: skip
+def test_a_half_that_is_missing_or_doubled_stops_every_rank(gloo_pool, fault, words):
+    messages = gloo_pool.run(build, 2, row("cut-pp2"), fault)
+    assert messages[0] == messages[1] and words in messages[0]
 
 
 def flip_a_bit_of_a_weight(parts):

@@ -16,7 +16,7 @@ from megatron.core.context_parallel import zigzag
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_layout import pipeline_stages
+from megatron.core.pipeline_layout import half_layers_of, pipeline_stages
 from megatron.core.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.rng import DropoutStream
@@ -28,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import can_be_cut
 
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 
@@ -39,7 +40,8 @@ class GPTModel(MegatronModule):
     padding takes part in nothing. Initial weights are functions of ``seed`` (``config.seed``) and their names; with
     ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
     On a pipeline stage the model holds the layers that ``pipeline_layout`` gives to this rank and ``vp_stage`` (its
-    chunk of an interleaved schedule), or ``layer_range`` (global indices).
+    chunk of an interleaved schedule), or ``layer_range`` (global indices of whole layers), or ``half_layers`` (those of
+    ``pipeline_layout.layers_of``).
     The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
     """
 
@@ -66,6 +68,7 @@ class GPTModel(MegatronModule):
         seed: int | None = None,
         groups: ProcessGroups | None = None,
         layer_range: range | None = None,
+        half_layers: range | None = None,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
@@ -74,8 +77,12 @@ class GPTModel(MegatronModule):
         seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
         self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
-        if layer_range is None:
-            layer_range = self._layers_of_this_stage(vocab_size, max_sequence_length)
+        if layer_range is not None:
+            if half_layers is not None:
+                raise ValueError("layer_range and half_layers both say what this stage holds: give one of them")
+            half_layers = half_layers_of(layer_range)
+        elif half_layers is None:
+            half_layers = self._half_layers_of_this_stage(transformer_layer_spec, vocab_size, max_sequence_length)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -90,25 +97,30 @@ class GPTModel(MegatronModule):
             Llama3Scaling(rope_scaling_factor) if rope_scaling else None, seq_len_interpolation_factor,
         )  # fmt: skip
         with torch.device(_construction_device(config)):
-            self._build(transformer_layer_spec, layer_range, position_embedding_type == "learned_absolute")
+            self._build(transformer_layer_spec, half_layers, position_embedding_type == "learned_absolute")
             if config.perform_initialization and not config.init_model_with_meta_device:
                 initialize_parameters(self, seed, self.groups)
 
-    def _layers_of_this_stage(self, vocab_size: int, seq_length: int) -> range:
-        """Global indices of the layers between ``pre_process`` and ``post_process`` on this pipeline rank."""
+    def _half_layers_of_this_stage(
+        self, spec: ModuleSpec | TransformerBlockSubmodules, vocab_size: int, seq_length: int
+    ) -> range:
+        """What is between ``pre_process`` and ``post_process`` on this pipeline rank; layers whose class knows nothing
+        of halves stay whole."""
         pp = self.groups.pp
-        stages = pipeline_stages(self.config, vocab_size=vocab_size, seq_length=seq_length)
+        specs = [spec] if isinstance(spec, ModuleSpec) else spec.layer_specs
+        cuttable = all(can_be_cut(each) for each in specs)
+        stages = pipeline_stages(self.config, vocab_size=vocab_size, seq_length=seq_length, cuttable=cuttable)
         if self.config.pipeline_model_parallel_size != pp.size:
             raise ValueError(
                 f"config.pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}, but there are "
                 f"{pp.size} pipeline ranks: give both the same number, or layer_range"
             )
-        return stages[pp.rank + (self.vp_stage or 0) * pp.size].layers
+        return stages[pp.rank + (self.vp_stage or 0) * pp.size].half_layers
 
     def _build(
         self,
         spec: ModuleSpec | TransformerBlockSubmodules,
-        layer_range: range | None,
+        half_layers: range,
         learned_positions: bool,
     ) -> None:
         config = self.config
@@ -118,7 +130,7 @@ class GPTModel(MegatronModule):
                 divisible_by=self.divisible_by, groups=self.groups,
             )  # fmt: skip
         self.decoder = TransformerBlock(
-            config, spec, layer_range=layer_range, post_layer_norm=self.post_process, groups=self.groups
+            config, spec, half_layers=half_layers, post_layer_norm=self.post_process, groups=self.groups
         )
         if self.post_process:
             assert config.hidden_size is not None

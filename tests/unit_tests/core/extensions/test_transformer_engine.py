@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils import fake_transformer_engine
 
@@ -74,6 +75,22 @@ def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch)
     fused = case != "post-norm residual"
     assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._product.linear,
                       fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
+
+
+def test_halves_of_layers_compose(monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    whole = make_model(True)
+    config = whole.config
+    x = torch.randn(LENGTH, BATCH, config.hidden_size, dtype=torch.float64)
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    halves = [build_module(spec, config, layer_number=1, half=half) for half in ("attention", "mlp")]
+    layer = whole.decoder.layers[0].eval()
+    weights = layer.state_dict()
+    assert sorted(name for half in halves for name in half.state_dict()) == sorted(weights)
+    for half in halves:
+        half.load_state_dict({name: weights[name] for name in half.state_dict()})
+        half.eval()
+    torch.testing.assert_close(halves[1](halves[0](x)), layer(x))
 
 
 def test_checkpoints_do_not_know_who_computed(monkeypatch):

@@ -1,6 +1,7 @@
 """GPTModel against straight-line references, forward and backward, in float64; padding, documents, dropout, sizes."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import unique_parameter_count
+from megatron.core.process_groups import SINGLE_PROCESS, Group
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 VOCAB, LENGTH, BATCH = 50, 12, 3
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "num_query_groups": 2}
@@ -28,7 +31,8 @@ def make_config(**overrides):
 
 def make_model(config=None, **overrides):
     names = {"position_embedding_type", "share_embeddings_and_output_weights", "rotary_percent", "seed", "vocab_size",
-             "make_vocab_size_divisible_by", "rotary_base", "pre_process", "post_process", "layer_range"}  # fmt: skip
+             "make_vocab_size_divisible_by", "rotary_base", "pre_process", "post_process", "layer_range",
+             "half_layers"}  # fmt: skip
     options = {name: overrides.pop(name) for name in list(overrides) if name in names}
     config = config or make_config(**overrides)
     arguments = {"vocab_size": VOCAB, "max_sequence_length": 16, "make_vocab_size_divisible_by": 64, **options}
@@ -287,6 +291,66 @@ def test_pipeline_stages_hold_global_names_and_compose():
     assert [layer.layer_number for layer in last.decoder.layers] == [2, 3, 4] == [
         last.decoder.layers[i].layer_number for i in (-3, -2, -1)
     ]
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA, {"apply_residual_connection_post_layernorm": True}])
+def test_stages_that_cut_layers_hold_half_of_the_names_and_compose(fields):
+    whole = make_model(num_layers=3, **fields)
+    bounds = [0, 1, 2, 5, 6]
+    stages = [
+        make_model(num_layers=3, half_layers=range(*ends), pre_process=not ends[0], post_process=ends[1] == 6, **fields)
+        for ends in zip(bounds, bounds[1:])
+    ]
+    names = [stage.state_dict().keys() for stage in stages]
+    assert {name for own in names for name in own} == whole.state_dict().keys()
+    assert sum(map(len, names)) == len(whole.state_dict())
+    for own, present, absent in zip(
+        names, ["self_attention", "mlp", "mlp", "mlp"], ["mlp", "self_attention", "layers.0.mlp", "self_attention"]
+    ):
+        assert any(present in name for name in own) and not any(absent in name for name in own)
+    tokens, labels, positions = batch()
+    hidden = None
+    for stage in stages:
+        stage.set_input_tensor(hidden)
+        hidden = stage(tokens, positions, labels=labels if stage.post_process else None)
+    torch.testing.assert_close(hidden, whole(tokens, positions, labels=labels), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="layer_range and half_layers both"):
+        make_model(num_layers=3, half_layers=range(2), layer_range=range(1))
+
+
+class LayerOfAProgram(TransformerLayer):
+    """Knows nothing of halves."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs) + self.mlp.linear_fc2.weight.sum()
+
+
+def stage_of_two(rank, spec, **fields):
+    """The second of two pipeline ranks needs no process group to be built."""
+    groups = replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), rank))
+    config = make_config(num_layers=3, pipeline_model_parallel_size=2, pipeline_dtype=torch.float64, **fields)
+    last = rank == 1
+    return GPTModel(config, spec, VOCAB, 16, pre_process=not last, post_process=last, groups=groups)
+
+
+def held(model):
+    return [(index, layer.has_attention, layer.has_mlp) for index, layer in zip(model.decoder.layers.indices,
+                                                                               model.decoder.layers)]
+
+
+def test_layers_whose_class_knows_nothing_of_halves_stay_whole():
+    """1.5 of 3 layers of equal halves are the best stage; else 2."""
+    equal = {"ffn_hidden_size": 48}
+    ours = get_gpt_layer_local_spec()
+    theirs = replace(ours, module=LayerOfAProgram)
+    assert held(stage_of_two(0, ours, **equal)) == [(0, True, True), (1, True, False)]
+    assert held(stage_of_two(1, ours, **equal)) == [(1, False, True), (2, True, True)]
+    assert [each[0] for each in held(stage_of_two(1, theirs, **equal))] in ([1, 2], [2])
+    assert all(each[1:] == (True, True) for rank in (0, 1) for each in held(stage_of_two(rank, theirs, **equal)))
+    whole = held(stage_of_two(0, ours, whole_layers_in_pipeline_split=True, **equal))
+    assert all(each[1:] == (True, True) for each in whole)
+    with pytest.raises(ValueError, match="attention of layer 2 on stage 0, but this model's layers cannot be cut"):
+        stage_of_two(0, theirs, pipeline_model_parallel_layout="Eta|ftL")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
