@@ -30,7 +30,7 @@ if str(ROOT) not in sys.path:  # run as a program from anywhere
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core.cli import ConfigError  # noqa: E402
-from megatron.core.pipeline_layout import virtual_pipeline_size  # noqa: E402
+from megatron.core.pipeline_layout import layers_of, virtual_pipeline_size  # noqa: E402
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args  # noqa: E402
 from megatron.training.config.checkpointing import CheckpointConfig  # noqa: E402
 from megatron.training.config.data import DataConfig  # noqa: E402
@@ -41,6 +41,7 @@ from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E40
 from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402
 from megatron.training.config.training import ProfilingConfig  # noqa: E402
 from megatron.training.config.validation import ValidationConfig  # noqa: E402
+from megatron.training.pipeline_report import stages_of  # noqa: E402
 
 LEFT_OUT = (
     CheckpointConfig,
@@ -68,7 +69,7 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
         for field in dataclasses.fields(group)
         if field.name not in kept
     }
-    values |= _small_network(resolved) | _small_batches(resolved)
+    values |= _small_network(resolved) | _small_batches(resolved) | _small_stages(resolved)
     values |= {
         "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
         "train_samples": None, "lr": 1e-2,
@@ -130,6 +131,27 @@ def _few_layers(cfg: PretrainConfig) -> int:
     period = cfg.window_attn_skip_freq if isinstance(cfg.window_attn_skip_freq, int) else 1
     least = math.lcm(stages, period) * (2 if stages == 1 else 1)
     return min(cfg.num_layers, least + cfg.num_layers % stages)
+
+
+def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
+    """Where the flags' own stages cut layers, the same cuts; one whole layer in place of several that are all alike."""
+    stages = stages_of(cfg, cfg.vocab_size)
+    if cfg.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
+        return {}
+    differ = cfg.window_attn_skip_freq is not None or len(cfg.cp_comm_type) > 1
+    words, num_layers = [], 0
+    for stage in stages:
+        halves = [half for _, half in layers_of(stage.half_layers)]
+        whole = halves.count(None) if differ else min(halves.count(None), 1)
+        num_layers += whole + halves.count("attention")
+        words.append(
+            "E" * stage.embedding + "f" * halves.count("mlp") + "t" * whole + "a" * halves.count("attention")
+            + "L" * stage.loss
+        )  # fmt: skip
+    return {
+        "num_layers": num_layers, "pipeline_model_parallel_layout": "|".join(words),
+        "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,
+    }  # fmt: skip
 
 
 def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:

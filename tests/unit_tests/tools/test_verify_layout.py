@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from tools import verify_layout
 
@@ -42,6 +43,19 @@ def test_what_a_layout_cares_about_is_kept(layout, heads, groups, layers):
     cfg = shrunk(*layout.split())
     assert (cfg.num_attention_heads, cfg.num_query_groups, cfg.num_layers) == (heads, groups, layers)
     assert cfg.hidden_size <= 256 and cfg.seq_length <= 512 and cfg.save is None and cfg.fp64
+
+
+@pytest.mark.parametrize(
+    ("layout", "text", "layers", "chunks"),
+    [
+        ("", "Eta|ft|ta|ftL", 6, 1),
+        ("--num-virtual-stages-per-pipeline-rank 2", "Et|t|t|t|ta|ft|ta|ftL", 10, 2),
+        ("--whole-layers-in-pipeline-split", None, 4, 1),
+    ],
+)
+def test_layers_are_cut_where_those_of_the_flags_are(layout, text, layers, chunks):
+    cfg = shrunk("--vocab-size", "128256", "--pipeline-model-parallel-size", "4", *layout.split())
+    assert (cfg.pipeline_model_parallel_layout, cfg.num_layers, virtual_pipeline_size(cfg)) == (text, layers, chunks)
 
 
 LAYOUT = ["--pipeline-model-parallel-size", "2", "--overlap-grad-reduce", "--use-distributed-optimizer", "--steps", "2"]
