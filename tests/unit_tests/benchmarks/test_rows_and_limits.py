@@ -53,6 +53,13 @@ def test_a_pipeline_waits_for_its_bubble_and_for_its_slowest_stage():
     assert waits["one"] == 0 < waits["pp4-zero-bubble"] < waits["pp4"]
 
 
+def test_cut_layers_count_by_halves_and_raise_the_limit():
+    cut, whole = (config_of("pp4", extra=extra) for extra in ([], ["--whole-layers-in-pipeline-split"]))
+    counts = {weight.name: weight.count for weight in roofline.Share.of(cut, 128256).linears()}
+    assert counts == {"qkv": 9, "proj": 9, "fc1": 8, "fc2": 8}
+    assert roofline.report(cut, 128256, CEILINGS).limit_ms < 0.98 * roofline.report(whole, 128256, CEILINGS).limit_ms
+
+
 def test_attention_rates_are_those_measured_and_lie_between_them():
     forward, backward = roofline.attention_rates(CEILINGS, 8192)
     assert forward == 565e12
