@@ -91,7 +91,8 @@ class Problem:
         del weight
         self.labels = torch.randint(0, vocab, (tokens, 1), device=device)
         self.main_grad = torch.zeros(vocab, hidden, device=device)
-        self.weight.main_grad, self.weight.grad_added_to_main_grad = self.main_grad, False  # type: ignore[attr-defined]
+        self.weight.main_grad = self.main_grad  # type: ignore[attr-defined]
+        self.weight.arrival = torch.zeros((), device=device, requires_grad=True)  # type: ignore[attr-defined]
         self.grad = torch.ones(tokens, device=device)
         self.device, self.flops = device, 6.0 * tokens * hidden * vocab
 

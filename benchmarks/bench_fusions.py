@@ -155,6 +155,7 @@ def lookups(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, 
     weight = random(sizes.vocab, sizes.hidden)
     total = torch.zeros_like(weight, dtype=torch.float32)
     weight.main_grad = total  # type: ignore[attr-defined]
+    weight.arrival = torch.zeros((), device=total.device, requires_grad=True)  # type: ignore[attr-defined]
 
     def add_to_total(grad: Tensor) -> None:
         total.add_(grad)

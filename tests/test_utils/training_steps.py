@@ -122,3 +122,12 @@ def compare(steps, reference):
 
 def frozen(settings):
     return tuple(sorted(settings.items()))
+
+
+def give_main_grad(parameter, total):
+    """What a gradient buffer does: ``total`` becomes ``main_grad``. Returns a list that grows with every arrival."""
+    parameter.main_grad, parameter.grad_added_to_main_grad = total, False
+    parameter.arrival = torch.zeros((), device=parameter.device, requires_grad=True)
+    arrivals = []
+    parameter.arrival.register_post_accumulate_grad_hook(arrivals.append)
+    return arrivals

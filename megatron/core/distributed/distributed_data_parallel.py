@@ -55,6 +55,7 @@ class DistributedDataParallel(DataParallel):
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]
+        self._hooks += [self._on_arrival(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
             self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
@@ -90,6 +91,18 @@ class DistributedDataParallel(DataParallel):
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None
+        self._arrived(parameter)
+
+    def _on_arrival(self, parameter: nn.Parameter) -> Any:
+        """An operator that adds to ``main_grad`` itself announces the gradient here."""
+
+        def forget_and_note(arrival: Tensor) -> None:
+            arrival.grad = None
+            self._arrived(parameter)
+
+        return parameter.arrival.register_post_accumulate_grad_hook(forget_and_note)  # type: ignore[attr-defined]
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
         if self.ddp_config.overlap_grad_reduce and self._last_microbatch:
             self._buffer_of[parameter].gradient_arrived(parameter)
 

@@ -1,6 +1,8 @@
 """Contiguous gradient memory. One :class:`ParamAndGradBuffer` per (parameter dtype, gradient dtype) holds the gradients
 of all its parameters in one flat tensor, laid out in reverse creation order (the order in which backward produces them)
-and cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it.
+and cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it; ``parameter.arrival`` is a
+leaf that stands for the parameter in autograd's graph where operators add to ``main_grad`` by themselves
+(``tensor_parallel/linear.py``).
 
 Where ranks share out the optimizer state (ZeRO 1, Rajbhandari et al. 2020), each owns one stretch of every bucket: its
 gradients are summed only there, and the weights lie in a second flat tensor of the same layout, so that one all-gather
@@ -150,6 +152,8 @@ class ParamAndGradBuffer:
     def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        arrival = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)
+        parameter.arrival = arrival  # type: ignore[attr-defined]
         if self.param_data is not None:
             view = self.param_data[place].view(parameter.shape)
             view.copy_(parameter)

@@ -10,7 +10,7 @@ memory, whose parameters are then replaced by ours. So names, ``state_dict`` and
 built-in modules, and the package's own state (``_extra_state``) is in no checkpoint.
 
 A weight with ``main_grad`` gets its gradient added to that by the product itself (``fuse_wgrad_accumulation``); the
-package then marks it ``grad_added_to_main_grad``, as ours does (``tensor_parallel/linear.py``).
+package then marks it ``grad_added_to_main_grad`` and gives autograd a stand-in of its size.
 
 Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head dim, t tokens.
 """

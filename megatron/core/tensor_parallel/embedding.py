@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.embedding_gradient import AddRows
-from megatron.core.tensor_parallel.linear import LinearTraits, announce_fused_gradient, fused_gradient
+from megatron.core.tensor_parallel.linear import Hidden, LinearTraits, arrival_gradient, as_seen, fused_gradient
 
 
 def look_up(weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows) -> Tensor:
     """Vectors [b, s, h] of int64 ``ids`` [b, s]; zeros, and no gradient, where bool ``absent`` [b, s] is set."""
-    if fused_gradient(weight, traits) is None:
+    _, arrival = as_seen(weight, None, traits)
+    if arrival is None:
         return _vectors(weight, ids, absent)
-    return _LookUp.apply(weight, ids, absent, traits, add_rows)
+    return _LookUp.apply(arrival, Hidden(weight), ids, absent, traits, add_rows)
 
 
 def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
@@ -35,16 +36,17 @@ def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows
-    ) -> Tensor:
+        ctx: Any, arrival: Tensor, weight: Hidden, ids: Tensor, absent: Tensor | None, traits: LinearTraits,
+        add_rows: AddRows,
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(ids if absent is None else ids.masked_fill(absent, -1))
-        ctx.parameter, ctx.traits, ctx.add_rows = weight, traits, add_rows
-        return _vectors(weight, ids, absent)
+        ctx.weight, ctx.traits, ctx.add_rows = weight.tensor, traits, add_rows
+        return _vectors(weight.tensor, ids, absent)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors
-        main_grad = fused_gradient(ctx.parameter, ctx.traits)
+        main_grad = fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)
-        return announce_fused_gradient(ctx.parameter, ctx.traits), None, None, None, None
+        return arrival_gradient(grad), None, None, None, None, None

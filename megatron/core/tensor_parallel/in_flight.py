@@ -55,11 +55,13 @@ class InFlight:
     def __init__(self, x: Tensor, group: Group, forward: Start, backward: Start) -> None:
         self.group, self.forward, self.backward = group, forward, backward
         self.under_way: _Collective | None = None
-        self._started = _Begin.apply(x, self)
+        self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
-        """The result."""
-        return _End.apply(self._started, self)
+        """The result. Afterwards nothing here refers to the graph, whose nodes refer to this object: without a cycle
+        memory is free as soon as backward is done with it."""
+        started, self._started = self._started, None
+        return _End.apply(started, self)
 
     def take(self) -> _Collective:
         """What is under way, which is then forgotten here."""

@@ -7,9 +7,10 @@ computed. Under sequence parallelism X is gathered in forward, only this rank's 
 them again behind the product dX, whose reduce-scatter runs behind dW (Korthikanti et al. 2022, section 4.2.2).
 
 *Weight gradient*: a parameter with ``main_grad`` (see ``core/distributed``) gets dW added to that, in its dtype, by the
-product itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. The parameter is then marked
-``grad_added_to_main_grad``, and what autograd gets is memory without meaning that only makes its hooks run. A weight
-that is used elsewhere too must therefore say so (``weight_has_other_uses``). Biases likewise.
+product itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. Autograd then sees a leaf of
+no dimension in the weight's place, ``parameter.arrival``, whose hooks run once all products of a backward pass have
+added theirs. A weight that is used elsewhere too must say so (``weight_has_other_uses``): then the other use announces
+the gradient. Biases likewise.
 
 *Deferred weight gradient*: with a ``WeightGradientStore`` backward computes dX alone and hands dW over as a closure.
 Autograd then does not see the weight at all: it would run the weight's hooks, which announce a complete gradient, even
@@ -75,19 +76,21 @@ class LinearTraits(NamedTuple):
     """db."""
 
 
-class HiddenWeight(NamedTuple):
-    """A weight that autograd does not see."""
+class Hidden(NamedTuple):
+    """A parameter that autograd does not see."""
 
-    weight: Tensor
+    tensor: Tensor
 
 
 def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: WeightGradientStore | None = None
 ) -> Tensor:
     """``x`` [..., i] times ``weight`` [o, i] plus ``bias`` [o]."""
-    if not is_deferred(x, weight, traits, store):
-        return _ParallelLinear.apply(x, weight, bias, traits, None)
-    return _ParallelLinear.apply(x, HiddenWeight(weight), bias, traits, store)
+    seen_bias, bias_arrival = (None, None) if bias is None else as_seen(bias, x, traits)
+    if is_deferred(x, weight, traits, store):
+        return _ParallelLinear.apply(x, Hidden(weight), seen_bias, traits, store, None, bias_arrival)
+    seen, arrival = as_seen(weight, x, traits)
+    return _ParallelLinear.apply(x, seen, seen_bias, traits, None, arrival, bias_arrival)
 
 
 def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
@@ -95,41 +98,48 @@ def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGr
     return store is not None and not traits.weight_has_other_uses and x.requires_grad and weight.requires_grad
 
 
+def unhidden(parameter: Any) -> Any:
+    """The parameter itself."""
+    return parameter.tensor if isinstance(parameter, Hidden) else parameter
+
+
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | HiddenWeight, bias: Tensor | None, traits: LinearTraits,
-        store: WeightGradientStore | None,
+        ctx: Any, x: Tensor, weight: Any, bias: Any, traits: LinearTraits,
+        store: WeightGradientStore | None, arrival: Tensor | None, bias_arrival: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        weight = weight.weight if isinstance(weight, HiddenWeight) else weight
+        ctx.adds_weight, ctx.adds_bias = isinstance(weight, Hidden), isinstance(bias, Hidden)
+        weight, bias = unhidden(weight), unhidden(bias)
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
-        ctx.bias = bias  # only where its gradient goes matters, not its values
-        ctx.parameter = None if store is None else weight  # recomputation gives back saved tensors as mere copies
+        # recomputation gives back saved tensors as mere copies; of the bias only where its gradient goes matters
+        ctx.weight, ctx.bias = weight, bias
         return F.linear(all_gather_along_first_dim(x, traits.group) if traits.gather_input else x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        traits, store = ctx.traits, ctx.store
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
+        needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
         grad_x = whole_x = grad_weight = None
         wait_for_x: Callable[[], object] = _nothing
         wait_for_sum: Callable[[], object] = _nothing
-        if traits.gather_input and needs_weight:
+        if traits.gather_input and needs_weight and store is None:
             whole_x, wait_for_x = _start_all_gather(x, traits.group)
-        if needs_x:
+        if needs[0]:
             grad_x, wait_for_sum = _start_input_gradient(grad, weight, traits)
         if store is not None:
-            parameter = ctx.parameter
+            parameter = ctx.weight
             store.put(lambda: _complete(parameter, grad, x, traits))
         elif needs_weight:
             wait_for_x()
-            grad_weight = _weight_gradient(weight, grad, x if whole_x is None else whole_x, traits)
+            grad_weight = _weight_gradient(ctx.weight, grad, x if whole_x is None else whole_x, traits)
         grad_bias = _bias_gradient(ctx.bias, grad, traits) if needs_bias else None
         wait_for_sum()
-        return grad_x, grad_weight, grad_bias, None, None
+        arrivals = (arrival_gradient(grad) if needed else None for needed in needs[5:7])
+        return grad_x, grad_weight, grad_bias, None, None, *arrivals
 
 
 def _nothing() -> None:
@@ -159,33 +169,52 @@ def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> tuple[T
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
-    """dW, or what stands for it once it is in ``main_grad``."""
+    """dW; None once it is in ``main_grad``."""
     grad_to, x_ti = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
         return grad_to.t().matmul(x_ti)
     accumulate_product(main_grad, grad_to.t(), x_ti)
-    return announce_fused_gradient(weight, traits)
+    return None
 
 
 def _bias_gradient(bias: Tensor, grad: Tensor, traits: LinearTraits) -> Tensor | None:
-    """db, or what stands for it once it is in ``main_grad``."""
+    """db; None once it is in ``main_grad``."""
     main_grad = fused_gradient(bias, traits)
     grad_bias = traits.column_sum(grad.flatten(0, -2), main_grad)
-    return grad_bias if main_grad is None else announce_fused_gradient(bias, traits)
+    return grad_bias if main_grad is None else None
 
 
-def fused_gradient(weight: Tensor, traits: LinearTraits) -> Tensor | None:
-    """Where products add dW by themselves; None if it goes through autograd."""
-    return getattr(weight, "main_grad", None) if traits.fuse_weight_gradient else None
+def fused_gradient(parameter: Tensor, traits: LinearTraits) -> Tensor | None:
+    """Where products add the gradient by themselves; None if it goes through autograd."""
+    return getattr(parameter, "main_grad", None) if traits.fuse_weight_gradient else None
 
 
-def announce_fused_gradient(weight: Tensor, traits: LinearTraits) -> Tensor | None:
-    """What stands for dW once it is in ``main_grad``."""
-    if traits.weight_has_other_uses:
-        return None  # the other uses' gradient arrives as usual, after this
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.empty_like(weight)
+def as_seen(parameter: Tensor, x: Tensor | None, traits: LinearTraits) -> tuple[Tensor | Hidden, Tensor | None]:
+    """What autograd sees of a parameter: itself; or an arrival in its place; or nothing, where another use announces
+    the gradient and input ``x`` makes backward come by here. (A parameter that it sees has its hooks run even if it
+    gets no gradient.)"""
+    if not parameter.requires_grad or fused_gradient(parameter, traits) is None:
+        return parameter, None
+    arrival = None if traits.weight_has_other_uses else getattr(parameter, "arrival", None)
+    if arrival is None and (x is None or not x.requires_grad):
+        return parameter, None
+    return Hidden(parameter), arrival
+
+
+def arrival_gradient(like: Tensor) -> Tensor:
+    """Makes the hooks of an arrival run; without meaning otherwise."""
+    return torch.empty((), dtype=torch.float32, device=like.device)
+
+
+@torch.no_grad()
+def complete_later(weight: Tensor, grad: Tensor | None) -> None:
+    """Hands over a gradient outside of autograd's passes, or announces one that is in ``main_grad`` (None): accumulates
+    and runs the hooks."""
+    if grad is not None:
+        weight.backward(grad)
+    elif (arrival := getattr(weight, "arrival", None)) is not None:
+        arrival.backward(arrival_gradient(arrival))
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -202,4 +231,4 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _complete(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> None:
     """The deferred part of a backward pass."""
     whole_x = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
-    weight.backward(_weight_gradient(weight, grad, whole_x, traits))  # accumulates and runs the weight's hooks
+    complete_later(weight, _weight_gradient(weight, grad, whole_x, traits))

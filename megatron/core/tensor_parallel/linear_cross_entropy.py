@@ -27,14 +27,17 @@ from torch.autograd.function import once_differentiable
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
 from megatron.core.tensor_parallel.linear import (
-    HiddenWeight,
+    Hidden,
     LinearTraits,
     WeightGradientStore,
     accumulate_product,
-    announce_fused_gradient,
+    arrival_gradient,
+    as_seen,
+    complete_later,
     fused_gradient,
     is_deferred,
     start_sum_of_input_gradient,
+    unhidden,
 )
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 
@@ -64,8 +67,8 @@ def linear_cross_entropy(
     labels = local_labels(target, len(weight), vocab_size, traits.group)
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
     deferred = is_deferred(x, weight, traits, store)
-    visible = HiddenWeight(weight) if deferred else weight
-    losses = _LinearCrossEntropy.apply(x, visible, labels, traits, chunk, store if deferred else None)
+    seen, arrival = (Hidden(weight), None) if deferred else as_seen(weight, x, traits)
+    losses = _LinearCrossEntropy.apply(x, seen, labels, traits, chunk, store if deferred else None, arrival)
     return losses.view(target.shape)
 
 
@@ -78,10 +81,11 @@ def tokens_of_a_chunk(bytes_per_token: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | HiddenWeight, labels: LocalLabels, traits: LinearTraits,
-        chunk_tokens: int, store: WeightGradientStore | None,
+        ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: LinearTraits,
+        chunk_tokens: int, store: WeightGradientStore | None, arrival: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        weight = weight.weight if isinstance(weight, HiddenWeight) else weight
+        ctx.adds_weight = isinstance(weight, Hidden)
+        weight = unhidden(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
         x_th = _whole_input(x, traits)
         statistics = []
@@ -90,7 +94,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_t, softmax = losses_of(torch.cat(statistics, dim=1), labels)
         ctx.save_for_backward(x, weight, labels.label_t, softmax.maximum_t, softmax.total_t)
         ctx.num_true, ctx.traits, ctx.chunk_tokens, ctx.store = labels.num_true, traits, chunk_tokens, store
-        ctx.parameter = None if store is None else weight
+        ctx.weight = weight
         return loss_t
 
     @staticmethod
@@ -98,10 +102,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
         traits, store = ctx.traits, ctx.store
-        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1] or store is not None
+        needs_x, needs_arrival = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
+        needs_weight = ctx.needs_input_grad[1] or ctx.adds_weight
         x_th = _whole_input(x, traits)
         grad_x = torch.empty_like(x_th) if needs_x else None
-        total = _gradient_sum(weight, traits) if needs_weight else None
+        total = _gradient_sum(ctx.weight, traits) if needs_weight else None
         finish: Callable[[], object] | None = None
         grad_t = grad_loss.contiguous()
         for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens):
@@ -117,10 +122,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del logits  # the memory of chunks is free before that of the weight's gradient is taken
         grad_weight = None
         if total is not None:
-            grad_weight = _hand_over(total, ctx.parameter if store is not None else weight, traits, store)
+            grad_weight = _hand_over(total, ctx.weight, traits, store)
         if finish is not None:
             finish()
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, arrival_gradient(grad_loss) if needs_arrival else None
 
 
 def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
@@ -150,18 +155,12 @@ def _gradient_sum(weight: Tensor, traits: LinearTraits) -> Tensor:
 def _hand_over(total: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> Tensor | None:
     """dW for autograd, or to the parameter later."""
     if store is not None:
-        store.put(lambda: _complete(total, weight, traits))
+        store.put(lambda: complete_later(weight, _gradient(total, weight, traits)))
         return None
     return _gradient(total, weight, traits)
 
 
 def _gradient(total: Tensor, weight: Tensor, traits: LinearTraits) -> Tensor | None:
     if total is fused_gradient(weight, traits):
-        return announce_fused_gradient(weight, traits)
+        return None
     return total.to(weight.dtype)
-
-
-@torch.no_grad()
-def _complete(total: Tensor, weight: Tensor, traits: LinearTraits) -> None:
-    """The deferred part: accumulates and runs the weight's hooks."""
-    weight.backward(_gradient(total, weight, traits))

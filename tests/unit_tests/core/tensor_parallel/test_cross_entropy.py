@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy, tokens_of_a_chunk
 from megatron.core.tensor_parallel.vocabulary import stored_vocab_size
-from tests.test_utils.training_steps import cached_run, compare, run
+from tests.test_utils.training_steps import cached_run, compare, give_main_grad, run
 
 DOUBLE = torch.float64
 SEQUENCE, BATCH, HIDDEN = 6, 2, 5
@@ -108,10 +108,11 @@ def chunked(x, weight, labels, store=None, **chosen):
 def test_chunks_add_weight_gradients_like_linear_layers(main_grad, deferred):
     x, weight, labels, grad = problem(19, 24, torch.bfloat16)
     x, weight = x.requires_grad_(), torch.nn.Parameter(weight)
-    if main_grad is not None:
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape, dtype=main_grad), False
     calls = []
-    weight.register_post_accumulate_grad_hook(calls.append)
+    if main_grad is not None:
+        calls = give_main_grad(weight, torch.ones(weight.shape, dtype=main_grad))
+    else:
+        weight.register_post_accumulate_grad_hook(calls.append)
     store = WeightGradientStore() if deferred else None
     chunked(x, weight, labels, store=store).backward(grad.float())
     if store is not None:
@@ -121,8 +122,6 @@ def test_chunks_add_weight_gradients_like_linear_layers(main_grad, deferred):
     assert len(calls) == 1
     _, grad_x, grad_weight = expected(19, 24, torch.bfloat16)
     torch.testing.assert_close(x.grad.double(), grad_x, rtol=3e-2, atol=3e-2)
-    if main_grad is not None:
-        assert weight.grad_added_to_main_grad
     found = weight.grad if main_grad is None else weight.main_grad - 1
     torch.testing.assert_close(found.double(), grad_weight, rtol=3e-2, atol=3e-2)
 
@@ -130,10 +129,10 @@ def test_chunks_add_weight_gradients_like_linear_layers(main_grad, deferred):
 def test_a_tied_weight_keeps_the_gradient_of_its_other_use():
     x, weight, labels, grad = problem(19, 24)
     weight = torch.nn.Parameter(weight)
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(24, HIDDEN, dtype=DOUBLE), False
+    arrivals = give_main_grad(weight, torch.zeros(24, HIDDEN, dtype=DOUBLE))
     losses = chunked(x.requires_grad_(), weight, labels, WeightGradientStore(), weight_has_other_uses=True)
     ((losses * grad).sum() + 3 * weight.sum()).backward()
-    assert not weight.grad_added_to_main_grad
+    assert not arrivals
     torch.testing.assert_close(weight.main_grad, expected(19, 24)[2])
     assert weight.grad.eq(3).all()
 
@@ -188,7 +187,7 @@ def test_chunks_and_whole_logits_agree_on_a_gpu(vocab, chunk_tokens):
     for how in ("exact", "whole", "chunked"):
         mine = x.detach().to(torch.float32 if how == "exact" else torch.bfloat16).requires_grad_()
         parameter = torch.nn.Parameter(weight.to(mine.dtype))
-        parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(stored, hidden, device="cuda"), False
+        give_main_grad(parameter, torch.zeros(stored, hidden, device="cuda"))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         if how == "chunked":

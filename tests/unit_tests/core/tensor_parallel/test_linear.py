@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
+from tests.test_utils.training_steps import give_main_grad
 
 DOUBLE = torch.float64
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -38,40 +39,37 @@ def test_outputs_and_gradients_equal_torch(dtype):
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
 def test_weight_gradients_add_into_main_grad_in_its_dtype(grad_dtype):
     x, weight, bias, grad = tensors(torch.bfloat16)
-    weight.main_grad = torch.ones(9, 7, dtype=grad_dtype)
-    weight.grad_added_to_main_grad = False
-    calls = []
-    weight.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad_added_to_main_grad))
+    arrivals = give_main_grad(weight, torch.ones(9, 7, dtype=grad_dtype))
     for _ in range(2):
         parallel_linear(x, weight, bias, LinearTraits()).backward(grad)
     exact = 1 + 2 * grad.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
     tolerance = 1e-6 if grad_dtype == torch.float32 else 2e-2
     torch.testing.assert_close(weight.main_grad.double(), exact, rtol=tolerance, atol=tolerance * 10)
-    assert calls == [True, True]
+    assert len(arrivals) == 2 and weight.grad is None
 
 
 def test_bias_gradients_add_into_main_grad_without_rounding():
     x, weight, bias, grad = tensors(torch.bfloat16)
-    bias.main_grad, bias.grad_added_to_main_grad = torch.ones(9), False
+    arrivals = give_main_grad(bias, torch.ones(9))
     for _ in range(2):
         parallel_linear(x, weight, bias, LinearTraits()).backward(grad)
-    assert bias.grad_added_to_main_grad
+    assert len(arrivals) == 2 and bias.grad is None
     torch.testing.assert_close(bias.main_grad, 1 + 2 * grad.float().sum((0, 1)))
 
 
 def test_a_weight_with_other_uses_keeps_their_gradient():
     """What a tied embedding does: one use adds into ``main_grad`` itself, the other comes by way of ``grad``."""
     x, weight, _, grad = tensors(DOUBLE)
-    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(9, 7, dtype=DOUBLE), False
+    arrivals = give_main_grad(weight, torch.zeros(9, 7, dtype=DOUBLE))
 
     def accumulate(parameter):
-        assert not parameter.grad_added_to_main_grad
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
     weight.register_post_accumulate_grad_hook(accumulate)
     output = parallel_linear(x, weight, None, LinearTraits(weight_has_other_uses=True))
     ((output * grad).sum() + 3 * weight.sum()).backward()
+    assert not arrivals
     expected = torch.autograd.grad((F.linear(x, weight) * grad).sum() + 3 * weight.sum(), weight)[0]
     torch.testing.assert_close(weight.main_grad, expected)
 
@@ -79,10 +77,11 @@ def test_a_weight_with_other_uses_keeps_their_gradient():
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_deferred_weight_gradient_arrives_when_it_is_computed(fused):
     x, weight, bias, grad = tensors(DOUBLE)
-    if fused:
-        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(9, 7, dtype=DOUBLE), False
     calls = []
-    weight.register_post_accumulate_grad_hook(calls.append)
+    if fused:
+        calls = give_main_grad(weight, torch.zeros(9, 7, dtype=DOUBLE))
+    else:
+        weight.register_post_accumulate_grad_hook(calls.append)
     store = WeightGradientStore()
     parallel_linear(x, weight, bias, LinearTraits(), store).backward(grad)
     _, (grad_x, grad_weight, grad_bias) = plain_gradients(DOUBLE)

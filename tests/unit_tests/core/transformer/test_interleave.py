@@ -1,5 +1,7 @@
 """Halves of a micro-batch take turns, and every collective has another half's products beside it."""
 
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +35,27 @@ def test_packed_documents_and_odd_micro_batches_are_not_halved():
     assert [half.attention_mask.flatten().tolist() for half in halves(Surroundings(mask, None, None, None), 4)] == [
         [0, 1], [2, 3]
     ]  # fmt: skip
+
+
+def test_collectives_leave_nothing_behind_that_only_a_garbage_collection_finds():
+    """Runs with --manual-gc would fill the memory with gathered inputs."""
+
+    class Done:
+        def __init__(self, x, group):
+            self.result = x.clone()
+
+        def finish(self):
+            return self.result
+
+    gc.disable()
+    try:
+        flight = in_flight.InFlight(torch.ones(3, requires_grad=True), None, Done, Done)
+        left = weakref.ref(flight)
+        flight.wait().sum().backward()
+        del flight
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 class _Recorder:
