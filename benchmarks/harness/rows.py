@@ -100,6 +100,8 @@ VARIANTS: dict[str, str] = {
     "te": "--transformer-impl transformer_engine",
     "flash": "--attention-backend flash",
     "cudnn": "--attention-backend fused",
+    "a2a": "--cp-comm-type a2a",
+    "allgather": "--cp-comm-type allgather",
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",
