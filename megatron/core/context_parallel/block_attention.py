@@ -9,9 +9,12 @@ Legend: s sequence (local), b batch, a query heads, g key/value groups, d head d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from megatron.core.context_parallel.exchange import NeighbourExchange
 from megatron.core.context_parallel.kernels import BlockKernel, FusedBlocks, WeightDropout
 from megatron.core.context_parallel.packing import Segments, group_tiles, segments
 from megatron.core.context_parallel.tiles import Tile
@@ -103,6 +106,85 @@ class OnlineSoftmax:
         total_lse.index_copy_(0, at.query_index, merged_lse)
 
 
+class GradientSum:
+    """Sums of n gradients [s, b, a, d] of the same shape, which come in parts: a block's, or a part of one.
+
+    Parts of 16 bits are added in fp32 to a buffer [n, s, b, a, d], or to what is ``arriving``, which is waited for when
+    the first part is there. Nothing is cleared that the first part writes, and the last part, where it covers
+    everything, is added while the result is rounded.
+    """
+
+    def __init__(self, count: int, like: Tensor, arriving: NeighbourExchange | None = None) -> None:
+        """``like`` has the gradients' shape, dtype and device."""
+        self._shape, self._dtype, self._device = (count, *like.shape), like.dtype, like.device
+        self._arriving = arriving
+        self._total: Tensor | None = None
+        self._whole: Sequence[Tensor] | None = None
+        """A part that covers everything, [b, a, s, d] each, not added yet."""
+
+    def add(self, parts: Sequence[Tensor], row: slice, start: int) -> None:
+        """``parts`` [b, a, k, d]: k tokens from ``start`` of the batch's rows ``row``."""
+        length = self._shape[1]
+        if row == slice(None) and parts[0].shape[2] == length:
+            self._settle()
+            self._whole = parts
+            return
+        stop = start + parts[0].shape[2]
+        if row == slice(None) and not self._started:
+            total = self._new_total()
+            total[:, :start].zero_()
+            total[:, stop:].zero_()
+            for x, part in zip(total, parts, strict=True):
+                _heads_first(x)[:, :, start:stop].copy_(part)
+            return
+        for x, part in zip(self.total(), parts, strict=True):
+            _heads_first(x)[row, :, start:stop].add_(part)
+
+    def add_tokens(self, parts: Sequence[Tensor], index: Tensor) -> None:
+        """``parts`` [t, a, d] at ``index`` [t] of the tokens [s * b]."""
+        for x, part in zip(self.total(), parts, strict=True):
+            tokens = _tokens(x)
+            tokens[index] = tokens[index] + part  # no index is in it twice
+
+    def total(self) -> Tensor:
+        """The sums so far [n, s, b, a, d] in fp32 (fp64 for fp64)."""
+        self._settle()
+        return self._new_total().zero_() if self._total is None else self._total
+
+    def result(self) -> list[Tensor]:
+        """The n sums [s, b, a, d], in the gradients' own dtype."""
+        if self._whole is None:
+            return list(self.total().to(self._dtype))
+        whole, self._whole = self._whole, None
+        self._settle()
+        if self._total is None:
+            return [part.movedim(2, 0).to(self._dtype) for part in whole]
+        result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for x, so_far, part in zip(result, self._total, whole, strict=True):
+            torch.add(_heads_first(so_far), part, out=_heads_first(x))
+        return list(result)
+
+    @property
+    def _started(self) -> bool:
+        return self._total is not None or self._whole is not None or self._arriving is not None
+
+    def _new_total(self) -> Tensor:
+        self._total = torch.empty(self._shape, dtype=accumulator_dtype(self._dtype), device=self._device)
+        return self._total
+
+    def _settle(self) -> None:
+        """What arrives is here, and no part is left to be added."""
+        if self._arriving is not None:
+            self._total, self._arriving = self._arriving.wait(), None
+        if self._whole is None:
+            return
+        whole, self._whole = self._whole, None
+        empty = self._total is None
+        total = self._new_total() if self._total is None else self._total
+        for x, part in zip(total, whole, strict=True):
+            _heads_first(x).copy_(part) if empty else _heads_first(x).add_(part)
+
+
 class BlockGradients:
     """Backward of the same: the gradient of local queries adds up here, those of a block's keys and values go back."""
 
@@ -112,32 +194,33 @@ class BlockGradients:
     ) -> None:  # fmt: skip
         self.kernel, self.dropout = kernel, dropout
         self.grad_out, self.query, self.out, self.lse = grad, query, out, lse
-        self.grad_query = torch.zeros(query.shape, dtype=accumulator_dtype(query.dtype), device=query.device)
+        self._grad_query = GradientSum(1, query)
 
-    def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], grad_keys_values: Tensor) -> None:
-        """Add a block's gradients to ``grad_keys_values`` [2, s, b, g, d]; ``keys_values`` is as large."""
-        (key, value), (grad_key, grad_value) = keys_values, grad_keys_values
+    def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], sums: GradientSum) -> None:
+        """Add the gradients of a block's ``keys_values`` [2, s, b, g, d] to ``sums``."""
+        key, value = keys_values
         single, packed = _apart(tiles, self.query, self.kernel)
         for tile in single:
             at_queries = [_at_queries(x, tile) for x in (self.grad_out, self.query, self.out, self.lse)]
-            parts = self.kernel.backward(
+            grad_query, *grads = self.kernel.backward(
                 at_queries[0], at_queries[1], _at_keys(key, tile), _at_keys(value, tile), at_queries[2], at_queries[3],
                 tile, self.dropout,
             )  # fmt: skip
-            _at_queries(self.grad_query, tile).add_(parts[0])
-            _at_keys(grad_key, tile).add_(parts[1])
-            _at_keys(grad_value, tile).add_(parts[2])
+            self._grad_query.add([grad_query], _rows(tile), tile.query)
+            sums.add(grads, _rows(tile), tile.key)
         for at in packed:
-            self._add_packed(keys_values, at, grad_keys_values)
+            self._add_packed(keys_values, at, sums)
 
-    def _add_packed(self, keys_values: Tensor, at: Segments, grad_keys_values: Tensor) -> None:
+    def grad_query(self) -> Tensor:
+        """Over all blocks, in the queries' dtype."""
+        return self._grad_query.result()[0]
+
+    def _add_packed(self, keys_values: Tensor, at: Segments, sums: GradientSum) -> None:
         assert isinstance(self.kernel, FusedBlocks)
         grad, query, out, lse = (
             _tokens(x).index_select(0, at.query_index) for x in (self.grad_out, self.query, self.out, self.lse)
         )
         key, value = (_tokens(x).index_select(0, at.key_index) for x in keys_values)
-        parts = self.kernel.backward_packed(grad, query, key, value, out, lse, at)
-        totals = (self.grad_query, at.query_index), *((x, at.key_index) for x in grad_keys_values)
-        for (total, index), part in zip(totals, parts, strict=True):
-            tokens = _tokens(total)
-            tokens[index] = tokens[index] + part  # no index is in it twice
+        grad_query, *grads = self.kernel.backward_packed(grad, query, key, value, out, lse, at)
+        self._grad_query.add_tokens([grad_query], at.query_index)
+        sums.add_tokens(grads, at.key_index)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.context_parallel import zigzag
-from megatron.core.context_parallel.block_attention import BlockGradients, OnlineSoftmax, accumulator_dtype
+from megatron.core.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.context_parallel.exchange import neighbour_exchange
 from megatron.core.context_parallel.heads_for_sequence import HeadExchange
 from megatron.core.context_parallel.kernels import BlockKernel, WeightDropout
@@ -61,23 +61,23 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, held, out, lse = ctx.saved_tensors
+        query, own, out, lse = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel, plan.dropout)
+        # own keys come last: what other ranks add to their gradients arrives beside the computation of this rank's
+        coming = neighbour_exchange(own, plan.group) if len(plan.blocks) > 1 else None
         travelling = None  # the gradient of the block that is held comes from the ranks that held it before
-        for step, tiles in enumerate(plan.blocks):
-            coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
-            total = torch.zeros(held.shape, dtype=accumulator_dtype(held.dtype), device=held.device)
-            gradients.add_block(held, tiles, total)
-            if travelling is not None:
-                total += travelling.wait()
-            if len(plan.blocks) > 1:
-                travelling = neighbour_exchange(total, plan.group, tag=1)
-            held = held if coming is None else coming.wait()
-        if travelling is not None:
-            total = travelling.wait()  # back at the block's owner
-        grad_key, grad_value = total.to(query.dtype)
-        return gradients.grad_query.to(query.dtype), grad_key, grad_value, None
+        for step, tiles in enumerate(plan.blocks[1:], 2):
+            assert coming is not None
+            held = coming.wait()
+            coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) else None
+            sums = GradientSum(2, held[0], travelling)
+            gradients.add_block(held, tiles, sums)
+            travelling = neighbour_exchange(sums.total(), plan.group, tag=1)
+        sums = GradientSum(2, own[0], travelling)
+        gradients.add_block(own, plan.blocks[0], sums)
+        grad_key, grad_value = sums.result()
+        return gradients.grad_query(), grad_key, grad_value, None
 
 
 class _AllGather(torch.autograd.Function):
@@ -100,10 +100,10 @@ class _AllGather(torch.autograd.Function):
         plan: _Plan = ctx.plan
         everything = _gather_whole(own, plan.group)
         gradients = BlockGradients(grad, query, out, lse, plan.kernel, plan.dropout)
-        total = torch.zeros(everything.shape, dtype=accumulator_dtype(own.dtype), device=own.device)
-        gradients.add_block(everything, plan.blocks[0], total)
-        grad_key, grad_value = _sum_local(total, plan.group).to(query.dtype)
-        return gradients.grad_query.to(query.dtype), grad_key, grad_value, None
+        sums = GradientSum(2, everything[0])
+        gradients.add_block(everything, plan.blocks[0], sums)
+        grad_key, grad_value = _sum_local(sums.total(), plan.group).to(query.dtype)
+        return gradients.grad_query(), grad_key, grad_value, None
 
 
 def _gather_whole(own: Tensor, group: Group) -> Tensor:

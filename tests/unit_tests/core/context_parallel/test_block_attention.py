@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel import kernels, zigzag
-from megatron.core.context_parallel.block_attention import BlockGradients, OnlineSoftmax
+from megatron.core.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.context_parallel.kernels import (
     BlockwiseTorch,
     FusedBlocks,
@@ -33,7 +33,7 @@ def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
     blocks = [((0, length),)] if whole_keys else [zigzag.spans(length, rank, size) for rank in range(size)]
     key_values = torch.stack((key, value))
     held = [key_values] if whole_keys else [zigzag.local_part(key_values, rank, size) for rank in range(size)]
-    grad_held = [torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in held]
+    grad_held = [GradientSum(2, x[0]) for x in held]
     outs, grad_queries = [], []
     for rank in range(size):
         spans = zigzag.spans(length, rank, size)
@@ -44,11 +44,12 @@ def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
             softmax.add_block(block[0], block[1], visible)
         out, lse = softmax.finish()
         gradients = BlockGradients(g, q, out, lse, kernel)
-        for block, visible, total in zip(held, tiles, grad_held):
-            gradients.add_block(block, visible, total)
+        for block, visible, sums in zip(held, tiles, grad_held):
+            gradients.add_block(block, visible, sums)
         outs.append(out)
-        grad_queries.append(gradients.grad_query)
-    grad_key_values = grad_held[0] if whole_keys else zigzag.whole(grad_held)
+        grad_queries.append(gradients.grad_query())
+    totals = [sums.total() for sums in grad_held]
+    grad_key_values = totals[0] if whole_keys else zigzag.whole(totals)
     return [zigzag.whole(outs, dim=0), zigzag.whole(grad_queries, dim=0), *grad_key_values]
 
 
@@ -165,3 +166,34 @@ def test_16_bit_inputs_are_merged_in_float32(form_of_rows):
     exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], VISIBILITIES[form_of_rows], None, 1)
     found = play_ring(BlockwiseTorch(0.1), inputs, VISIBILITIES[form_of_rows], None, SIZE)
     assert max(errors(found, exact)) < 5e-3
+
+
+class Arriving:
+    """A sum from another rank, on its way."""
+
+    def __init__(self, total):
+        self.total = total
+
+    def wait(self):
+        return self.total
+
+
+PARTS = {"nothing": [], "whole": [(0, 6)], "late": [(3, 3)], "late, whole": [(3, 3), (0, 6)], "two": [(0, 6), (0, 6)],
+         "early, middle": [(0, 3), (2, 2)], "whole, early": [(0, 6), (0, 3)]}  # fmt: skip
+
+
+@pytest.mark.parametrize("arriving", [False, True], ids=["alone", "arriving"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
+def test_gradient_sums_add_in_float32_and_round_once(parts, arriving):
+    generator = torch.Generator().manual_seed(0)
+    like = torch.empty(6, 2, 3, 4, dtype=torch.bfloat16)
+    start = torch.randn(2, *like.shape, generator=generator) if arriving else torch.zeros(2, *like.shape)
+    for finish in ("total", "result"):
+        sums = GradientSum(2, like, Arriving(start.clone()) if arriving else None)
+        expected = start.clone()
+        for first, count in parts:
+            new = torch.randn(2, count, 2, 3, 4, generator=generator).bfloat16()
+            sums.add(list(new.movedim(1, 3)), slice(None), first)
+            expected[:, first : first + count] += new
+        found = sums.total() if finish == "total" else torch.stack(sums.result())
+        assert torch.equal(found, expected if finish == "total" else expected.bfloat16())
