@@ -19,6 +19,7 @@ from megatron.core.context_parallel.kernels import BlockKernel, FusedBlocks, Wei
 from megatron.core.context_parallel.packing import Segments, group_tiles, segments
 from megatron.core.context_parallel.tiles import Tile
 from megatron.core.fusions.merge_attention import merge_attention_
+from megatron.core.fusions.sum_parts import sum_parts
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -106,6 +107,11 @@ class OnlineSoftmax:
         total_lse.index_copy_(0, at.query_index, merged_lse)
 
 
+def _add(total: Tensor, part: Tensor, out: Tensor) -> None:
+    """``out`` = ``total`` [s, b, a, d] + ``part`` [b, a, s, d]. Kernels give their parts the layout of the inputs."""
+    sum_parts(total, part.movedim(2, 0), out)
+
+
 class GradientSum:
     """Sums of n gradients [s, b, a, d] of the same shape, which come in parts: a block's, or a part of one.
 
@@ -138,7 +144,7 @@ class GradientSum:
                 _heads_first(x)[:, :, start:stop].copy_(part)
             return
         for x, part in zip(self.total(), parts, strict=True):
-            _heads_first(x)[row, :, start:stop].add_(part)
+            _add(x[start:stop, row], part, x[start:stop, row])
 
     def add_tokens(self, parts: Sequence[Tensor], index: Tensor) -> None:
         """``parts`` [t, a, d] at ``index`` [t] of the tokens [s * b]."""
@@ -161,7 +167,7 @@ class GradientSum:
             return [part.movedim(2, 0).to(self._dtype) for part in whole]
         result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
         for x, so_far, part in zip(result, self._total, whole, strict=True):
-            torch.add(_heads_first(so_far), part, out=_heads_first(x))
+            _add(so_far, part, x)
         return list(result)
 
     @property
@@ -182,7 +188,10 @@ class GradientSum:
         empty = self._total is None
         total = self._new_total() if self._total is None else self._total
         for x, part in zip(total, whole, strict=True):
-            _heads_first(x).copy_(part) if empty else _heads_first(x).add_(part)
+            if empty:
+                _heads_first(x).copy_(part)
+            else:
+                _add(x, part, x)
 
 
 class BlockGradients:
