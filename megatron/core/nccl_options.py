@@ -3,7 +3,8 @@
     tp: {cga_cluster_size: 2, max_ctas: 8, min_ctas: 2}
     dp: {max_ctas: 4}
 
-Keys are axes (fields of ``ProcessGroups``), values fields of NCCL's communicator configuration.
+Keys are axes (fields of ``ProcessGroups``), values fields of NCCL's communicator configuration. Axes that the file does
+not name keep ``DEFAULTS``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "split_share", "blocking", "net_name")
+
+DEFAULTS: dict[str, dict[str, Any]] = {"pp_up": {"max_ctas": 4}, "pp_down": {"max_ctas": 4}}
+"""Messages between pipeline stages wait on the GPU for each other, for most of a micro-batch's time. What they occupy
+while waiting is lost to the products beside them, and a few thread blocks carry them fast enough."""
 
 
 def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, Any]]:

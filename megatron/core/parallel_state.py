@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.nccl_options import DEFAULTS as NCCL_DEFAULTS
 from megatron.core.nccl_options import group_options, read_nccl_settings
 from megatron.core.notices import notice
 from megatron.core.process_groups import (
@@ -102,9 +103,10 @@ def initialize_model_parallel(
         optimizer_instances=num_distributed_optimizer_instances,
         cp_levels=_two_levels(hierarchical_context_parallel_sizes),
     )
-    settings: dict[str, dict[str, Any]] = {}
+    settings = NCCL_DEFAULTS
     if nccl_communicator_config_path is not None:
-        settings = read_nccl_settings(nccl_communicator_config_path, [each.name for each in fields(ProcessGroups)])
+        axes = [each.name for each in fields(ProcessGroups)]
+        settings = settings | read_nccl_settings(nccl_communicator_config_path, axes)
     _start_distributed(timeout)
     rank = dist.get_rank() if dist.is_initialized() else 0
 

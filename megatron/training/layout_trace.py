@@ -92,9 +92,12 @@ def trace(
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
 
-    def noting_update(*arguments: Any) -> Any:
+    def noting_update(objection: Tensor | None = None, gradient_factor: Tensor | None = None) -> Any:
         gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
-        return update(*arguments)
+        if gradient_factor is not None:
+            for each in gradients:
+                each.local.mul_(gradient_factor)
+        return update(objection, gradient_factor)
 
     parts.optimizer.update = noting_update
     with ExitConditions(cfg) as exits:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import batch_schedule as batch_sizes
-from megatron.core.distributed import DataParallel, finalize_model_grads
+from megatron.core.distributed import DataParallel, finalize_model_grads, mean_factor
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.checkpointing import Checkpointer
@@ -126,7 +126,7 @@ class Trainer:
         --no-check-for-nan-in-loss-and-grad, where it counts skipped iterations.
         """
         optimizer = self.parts.optimizer
-        local, sums = self._forward_backward(size)
+        local, sums, factor = self._forward_backward(size)
         metrics = StepMetrics(
             losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size
         )
@@ -138,11 +138,11 @@ class Trainer:
                     rank=global_rank(), consumed_samples=self.state.consumed_train_samples,
                 )  # fmt: skip
             with self.timers("optimizer", log_level=1):
-                updated, metrics.grad_norm, metrics.num_zeros = optimizer.step()
+                updated, metrics.grad_norm, metrics.num_zeros = optimizer.step(factor)
             metrics.skipped = not updated
         else:
             with self.timers("optimizer", log_level=1):
-                update = optimizer.update(self.finite.objection(sums.pairs))
+                update = optimizer.update(self.finite.objection(sums.pairs), factor)
             metrics.void, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
                 self.state.iteration + 1, self.state.consumed_train_samples, losses, update.found_nonfinite
@@ -152,9 +152,9 @@ class Trainer:
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.log_params_norm else None
         return metrics
 
-    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums]:
-        """Gradients of the mean loss per valid token of the global batch, in ``main_grad``; this rank's losses and
-        those of all."""
+    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor]:
+        """Gradients summed over the global batch, in ``main_grad``. Returns this rank's losses, those of all, and the
+        factor that makes the gradients those of the mean loss per valid token."""
         parts, cfg = self.parts, self.cfg
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
         for chunk in parts.model:
@@ -171,10 +171,11 @@ class Trainer:
             )
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)
-        finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens)
+        total = finalize_model_grads(parts.model, sums.num_tokens, expected_tokens=expected_tokens, scale=False)
+        assert total is not None
         sums.share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
         self.loss_names = list(sums.pairs)
-        return local_losses, sums
+        return local_losses, sums, mean_factor(expected_tokens, total)
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """--iterations-to-skip: the data is consumed, the weights stay."""

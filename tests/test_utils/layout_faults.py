@@ -30,15 +30,16 @@ def gradients_summed_twice(rank):
 
 
 def only_last_microbatch(rank):
-    """A micro-batch's gradient overwrites those before it."""
+    """Only the gradient of the last micro-batch is kept."""
     where = module("megatron.core.distributed.distributed_data_parallel").DistributedDataParallel
-    correct = where._accumulate
+    correct = where._arrived
 
-    def overwriting(self, parameter):
-        parameter.main_grad.zero_()
+    def forgetting(self, parameter):
+        if not self._last_microbatch:
+            parameter.main_grad.zero_()
         correct(self, parameter)
 
-    return mock.patch.object(where, "_accumulate", overwriting)
+    return mock.patch.object(where, "_arrived", forgetting)
 
 
 def dropped_layer(rank):

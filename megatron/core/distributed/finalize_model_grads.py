@@ -17,7 +17,7 @@ from megatron.core.process_groups import ProcessGroups
 
 def finalize_model_grads(
     model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
-    groups: ProcessGroups | None = None, **unused: Any,
+    groups: ProcessGroups | None = None, scale: bool = True, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
     """Sum gradients over the data-parallel ranks, complete partial ones, and normalise them.
 
@@ -30,6 +30,7 @@ def finalize_model_grads(
             without the loss; None leaves the sums.
         expected_tokens: the constant that the micro-batch losses were divided by.
         groups: this rank's process groups; None takes those of ``parallel_state``.
+        scale: multiply here, in a pass over all gradients; else the optimizer is given ``mean_factor``.
 
     Returns:
         Valid tokens of the global batch (fp64 scalar), or None. A batch with none leaves zero gradients.
@@ -46,7 +47,12 @@ def finalize_model_grads(
         dist.all_reduce(total, group=group)
     if groups.pp.size > 1:
         dist.all_reduce(total, group=groups.pp.handle)
-    factor = expected_tokens / total.clamp(min=1.0)
-    for chunk in model_chunks:
-        chunk.scale_gradients(factor)
+    if scale:
+        for chunk in model_chunks:
+            chunk.scale_gradients(mean_factor(expected_tokens, total))
     return total
+
+
+def mean_factor(expected_tokens: float, num_tokens: Tensor) -> Tensor:
+    """What makes gradients of ``sum(token losses) / expected_tokens`` those of the mean: an fp64 scalar."""
+    return expected_tokens / num_tokens.clamp(min=1.0)

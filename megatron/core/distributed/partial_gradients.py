@@ -50,7 +50,7 @@ def sum_partial_gradients(modules: Iterable[nn.Module], groups: ProcessGroups) -
 
 
 def _partial_sums(modules: Iterable[nn.Module], groups: ProcessGroups) -> Iterator[tuple[str, _PartialSum]]:
-    for module in modules:
+    for module in modules if groups.world.size > 1 else ():
         for parameter in module.parameters():
             spec = getattr(parameter, "spec", None)
             gradient = _gradient(parameter)

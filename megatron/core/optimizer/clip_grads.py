@@ -51,11 +51,13 @@ def l2_norm(
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Lists of one dtype, cut so that tensors made for this (masters put together) do not exist all at once."""
     batch: list[Tensor] = []
+    elements = 0
     for tensor in tensors:
-        if batch and (tensor.dtype != batch[0].dtype or sum(each.numel() for each in batch) > _BATCH):
+        if batch and (tensor.dtype != batch[0].dtype or elements > _BATCH):
             yield batch
-            batch = []
+            batch, elements = [], 0
         batch.append(tensor)
+        elements += tensor.numel()
     if batch:
         yield batch
 

@@ -173,29 +173,35 @@ class MegatronOptimizer:
             else:
                 parameter.grad.zero_()
 
-    def step(self) -> tuple[bool, float | None, int | None]:
+    def step(self, gradient_factor: Tensor | None = None) -> tuple[bool, float | None, int | None]:
         """(whether weights changed, gradient norm before clipping, zeros in the gradients if asked for).
 
         A NaN or infinite gradient anywhere changes nothing on any rank: the loss scale backs off, ``found_nonfinite``
         is set, and the result is (False, None, None). Waits for the device: see :meth:`update`.
         """
-        update = self.update()
+        update = self.update(gradient_factor=gradient_factor)
         if bool(update.found_nonfinite):
             return False, None, None
         return True, float(update.grad_norm), None if update.num_zeros is None else int(update.num_zeros)
 
     @torch.no_grad()
-    def update(self, objection: Tensor | None = None) -> Update:
+    def update(self, objection: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
         """:meth:`step` without waiting for the device (but with a dynamic loss scale, which the host keeps).
 
         Args:
             objection: a bool on the device; True keeps everything as it is, as a NaN in the gradients does.
+            gradient_factor: a scalar on the device that the gradients still have to be multiplied by; done in the pass
+                that reads them anyway.
         """
         for chunk in self._parallel_chunks():
             chunk.finish_param_sync()  # what is about to be written may still be on its way from the last step
         grads = self._gradients()
-        unscale = 1.0 if self.grad_scaler is None else 1.0 / self.grad_scaler.scale
-        norm = self._norm(grads) * unscale
+        unscale: Tensor | float | None = gradient_factor
+        if self.grad_scaler is not None:
+            unscale = (1.0 if unscale is None else unscale) / self.grad_scaler.scale
+        norm = self._norm(grads)
+        if unscale is not None:
+            norm = norm * unscale
         found = ~norm.isfinite()
         if objection is not None:
             found = found | objection
@@ -211,12 +217,13 @@ class MegatronOptimizer:
             chunk.start_param_sync()
         return Update(found, norm, num_zeros)
 
-    def _factor(self, norm: Tensor, found: Tensor, unscale: float) -> Tensor | None:
+    def _factor(self, norm: Tensor, found: Tensor, unscale: Tensor | float | None) -> Tensor | None:
         """What gradients are multiplied by; None where nothing can change them."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
-            return torch.where(found, 1.0, clip) * unscale  # no NaN gets into the gradients
-        return None if unscale == 1.0 else torch.full_like(norm, unscale)
+            clip = torch.where(found, 1.0, clip)  # no NaN gets into the gradients
+            return clip if unscale is None else clip * unscale
+        return None if unscale is None else torch.ones_like(norm) * unscale
 
     def _update_groups(self, grads: dict[str, Tensor]) -> list[UpdateGroup]:
         return [
@@ -239,9 +246,10 @@ class MegatronOptimizer:
     def gradient_shards(self) -> Iterator[ShardedTensor]:
         """What this rank uses of the gradients, as rectangles under global names; live views.
 
-        After ``finalize_model_grads``: the gradients of the global batch (times the loss scale, if there is one). After
-        ``step`` they may have been clipped, and unscaled, in place. Copies of one element (over tensor-parallel ranks
-        that replicate a parameter, data-parallel ranks without sharding) come from each of their ranks.
+        After ``finalize_model_grads``: the gradients of the global batch (times the loss scale, if there is one, and
+        without the factor that ``update`` may be given). After ``step`` they may have been clipped, and unscaled, in
+        place. Copies of one element (over tensor-parallel ranks that replicate a parameter, data-parallel ranks without
+        sharding) come from each of their ranks.
         """
         for name, shard in self.shards.items():
             gradient = shard.gradient()

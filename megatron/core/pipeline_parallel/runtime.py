@@ -149,8 +149,8 @@ def weight_gradients_put_off(chunks: Sequence[nn.Module], split: bool) -> Iterat
     """While it lasts, backward through a linear layer leaves the weight gradient in the store of its chunk."""
     stores = [WeightGradientStore() for _ in chunks]
     layers = [
-        (module, store) for chunk, store in zip(chunks, stores) for module in chunk.modules()
-        if split and hasattr(module, "weight_gradient_store")
+        (module, store) for chunk, store in zip(chunks, stores) if split for module in chunk.modules()
+        if hasattr(module, "weight_gradient_store")
     ]  # fmt: skip
     for module, store in layers:
         module.weight_gradient_store = store  # type: ignore[assignment]
