@@ -1,4 +1,5 @@
-"""Merging attention over two sets of keys on a GPU: the kernel, the reference, and the bandwidth of each.
+"""What context parallelism does beside attention and transfers, on a GPU: merging attention over two sets of keys,
+adding a block's gradients to a sum, packing heads for an exchange. Kernels, references, and the bandwidth of each.
 
     python benchmarks/bench_merge_attention.py
 
@@ -9,13 +10,35 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.core.context_parallel.heads_for_sequence import copy_wide
 from megatron.core.fusions.merge_attention import merge_attention_, merge_attention_reference_
+from megatron.core.fusions.sum_parts import sum_parts_reference, sum_parts_triton
+
+
+def report(name: str, work: Callable[[], None], num_bytes: int) -> None:
+    """Median time of one call, and the bandwidth at which it moves the bytes that it must."""
+    times = []
+    for _ in range(25):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    elapsed = statistics.median(times[5:])
+    sys.stdout.write(f"{name:<24} {elapsed * 1e3:8.1f} us  {num_bytes / elapsed / 1e9:6.2f} TB/s of what is needed\n")
+
+
+def _copy_plain(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
 
 
 def main() -> int:
@@ -23,22 +46,20 @@ def main() -> int:
         sys.stdout.write("needs a GPU\n")
         return 0
     queries, heads, channels = 8192, 32, 128
-    out = torch.randn(queries, 1, heads, channels, device="cuda").movedim(0, 2)
+    out = torch.randn(queries, 1, heads, channels, device="cuda")
     lse = torch.randn(queries, 1, heads, device="cuda").movedim(0, 2)
     block = torch.randn(1, heads, queries, channels, device="cuda").bfloat16()
     block_lse = torch.randn(1, heads, queries, device="cuda")
-    least = out.numel() * (4 + 4 + 2)  # bytes: read and write the sum, read the block
-    for name, merge in (("kernel", merge_attention_), ("reference", merge_attention_reference_)):
-        times = []
-        for _ in range(25):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            merge(out, lse, block, block_lse)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        elapsed = statistics.median(times[5:])
-        sys.stdout.write(f"{name:<10} {elapsed * 1e3:8.1f} us  {least / elapsed / 1e9:6.2f} TB/s of what is needed\n")
+    for name, merge in (("merge, kernel", merge_attention_), ("merge, reference", merge_attention_reference_)):
+        report(name, partial(merge, out.movedim(0, 2), lse, block, block_lse), out.numel() * (4 + 4 + 2))
+    part, rounded = torch.randn_like(out).bfloat16(), torch.empty_like(out, dtype=torch.bfloat16)
+    for name, add in (("sum, kernel", sum_parts_triton), ("sum, reference", sum_parts_reference)):
+        report(name, partial(add, out, part, out), out.numel() * (4 + 2 + 4))
+        report(f"{name}, rounded", partial(add, out, part, rounded), out.numel() * (4 + 2 + 2))
+    packed = torch.empty(4, queries, 1, heads // 4, channels, device="cuda", dtype=torch.bfloat16)
+    by_rank = part.unflatten(2, (4, -1)).movedim(2, 0)
+    report("heads packed for 4 ranks", partial(copy_wide, packed, by_rank), part.nbytes * 2)
+    report("the same, copy_", partial(_copy_plain, packed, by_rank), part.nbytes * 2)
     return 0
 
 

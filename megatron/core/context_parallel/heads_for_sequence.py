@@ -50,7 +50,7 @@ class _Passage:
         return x.unflatten(2, (self.group.size, self.parts, -1))[:, :, :, part]
 
 
-def _copy(destination: Tensor, source: Tensor) -> None:
+def copy_wide(destination: Tensor, source: Tensor) -> None:
     """``copy_``, eight bytes at a time where strides allow: torch's strided copies move an element per load."""
     pair = destination, source
     width = 8 // source.element_size()
@@ -100,9 +100,9 @@ def _send_heads(local: Sequence[Tensor], group: Group) -> _Transfer:
         outgoing = x.new_empty(size, length, batch, heads, channels)
         whole = x.new_empty(size * length, batch, heads, channels)
         for ranks in _others(group):
-            _copy(outgoing[ranks], x[:, :, ranks].movedim(2, 0))
+            copy_wide(outgoing[ranks], x[:, :, ranks].movedim(2, 0))
         for place, chunk in zip(_chunks_of(whole, group.rank, size), x[:, :, group.rank].chunk(2), strict=True):
-            _copy(place, chunk)
+            copy_wide(place, chunk)
         operations += _operations(whole, outgoing, group, len(wholes), sends_whole=False)
         packed.append(outgoing)
         wholes.append(whole)
@@ -128,9 +128,9 @@ def _unpack(transfer: _Transfer, local: Sequence[Tensor], group: Group) -> None:
     transfer.wait()
     for whole, incoming, x in zip(transfer.sent, transfer.received, local, strict=True):
         for ranks in _others(group):
-            _copy(x[:, :, ranks], incoming[ranks].movedim(0, 2))
+            copy_wide(x[:, :, ranks], incoming[ranks].movedim(0, 2))
         for place, chunk in zip(x[:, :, group.rank].chunk(2), _chunks_of(whole, group.rank, group.size), strict=True):
-            _copy(place, chunk)
+            copy_wide(place, chunk)
 
 
 def _flat(transfer: _Transfer) -> tuple[Tensor, ...]:

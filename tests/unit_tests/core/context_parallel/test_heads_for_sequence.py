@@ -7,7 +7,9 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.core import parallel_state
 from megatron.core.context_parallel import zigzag
 from megatron.core.context_parallel.forms import AllToAllAttention
-from megatron.core.context_parallel.heads_for_sequence import HeadExchange
+from megatron.core.context_parallel.heads_for_sequence import HeadExchange, copy_wide
+from megatron.core.context_parallel.kernels import FusedBlocks
+from megatron.core.context_parallel.tiles import Tile
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS = 24, 2, 16, 8, 4
 
@@ -77,3 +79,27 @@ def test_one_copy_per_exchange(gloo_pool):
     there_and_back = 1 + HEADS / (HEADS + 2 * GROUPS)
     for forward, backward in gloo_pool.run(elements_copied, 4):
         assert forward == backward == pytest.approx(there_and_back)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("channels", [8, 6, 5])
+def test_wide_copies_change_no_bit_and_nothing_else(channels, dtype, device):
+    base = torch.randn(4, 3, 2, 6, channels, device=device).to(dtype)
+    source, target = base[1:].movedim(2, 0), torch.zeros(2, 4, 3, 6, channels, device=device, dtype=dtype)
+    copy_wide(target[:, 1:], source)
+    assert torch.equal(target[:, 1:], source) and not target[:, 0].any()
+
+
+@pytest.mark.gpu
+def test_gradients_of_fused_blocks_lie_as_their_sums_do():
+    """Else sums would go by torch's slow addition."""
+    query, grad = torch.randn(2, 512, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    keys_values = torch.randn(2, 512, 1, 2, 128, device="cuda", dtype=torch.bfloat16)
+    kernel, first = FusedBlocks(0.1), [x.movedim(0, 2) for x in (query, *keys_values, grad)]
+    for queries, keys in ((slice(0, 512), slice(0, 256)), (slice(256, 512), slice(0, 512))):
+        tile = Tile(None, queries.start, queries.stop - queries.start, 0, keys.stop, None, None, 0, 0)
+        q, k, v, g = first[0][:, :, queries], first[1][:, :, keys], first[2][:, :, keys], first[3][:, :, queries]
+        out, lse = kernel.forward(q, k, v, tile)
+        for part in kernel.backward(g, q, k, v, out, lse, tile):
+            assert part.movedim(2, 0).is_contiguous(), part.stride()
