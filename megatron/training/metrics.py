@@ -228,7 +228,7 @@ class MetricsFile:
         self.num_cut = 0
         """Records that :meth:`resume` took out: above 0, the sinks hold points that training will repeat."""
         self._size: int | None = None
-        self._warned = False
+        self._warned = self._unsynced = False
 
     def resume(self, iteration: int) -> int:
         """Take out what training from ``iteration`` on will write again; returns the number of records taken out.
@@ -250,12 +250,16 @@ class MetricsFile:
         if len(self.waiting) < self.MAX_WAITING:
             self.waiting.append(encode(record))
 
-    def flush(self) -> None:
-        """Write the queue and fsync. Called at each log interval, evaluation, before a checkpoint and at the end."""
-        if not self.waiting:
+    def flush(self, durable: bool = False) -> None:
+        """Write the queue, which then outlives this process; with ``durable`` also fsync, to outlive the machine.
+
+        An fsync takes milliseconds in which a GPU waits: evaluations, checkpoints and the end have one, log points
+        do not.
+        """
+        if not self.waiting and not (durable and self._unsynced):
             return
         try:
-            self._write(b"".join(self.waiting))
+            self._write(b"".join(self.waiting), durable)
         except OSError as error:
             self._warn(error)
             return
@@ -264,7 +268,7 @@ class MetricsFile:
             logger.warning("%s can be written again", self.path)
             self._warned = False
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, durable: bool) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab", buffering=0) as file:
             size = file.tell() if self._size is None else self._size
@@ -274,12 +278,13 @@ class MetricsFile:
                 written = 0
                 while written < len(data):
                     written += file.write(data[written:])
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             except OSError:
                 self._size = size
                 file.truncate(size)
                 raise
-        self._size = size + len(data)
+        self._size, self._unsynced = size + len(data), not durable
 
     def _cut(self, iteration: int) -> None:
         def stays(line: bytes) -> bool:

@@ -140,11 +140,11 @@ class DistributedDataParallel(DataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Ready for the first micro-batch of an iteration."""
+        for buffer in self.grad_buffers:  # first, so that a GPU has work meanwhile
+            buffer.reset()
         for parameter in self._buffer_of:
             parameter.grad = None
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        for buffer in self.grad_buffers:
-            buffer.reset()
 
     def start_param_sync(self) -> None:
         """All-gathers every bucket's updated weights, in the order in which the forward pass needs them."""

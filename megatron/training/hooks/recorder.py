@@ -29,21 +29,21 @@ class MetricsRecorder(Hook):
         self._queue(self.interval.close(state))
         for result in results:
             self.file.append(eval_record(state.iteration, state.consumed_train_samples, result))
-        self.file.flush()
+        self.file.flush(durable=True)
 
     def on_save(self, state: TrainState) -> None:
-        self._write(self.interval.close(state))
+        self._write(self.interval.close(state), durable=True)
 
     def on_train_end(self, state: TrainState) -> None:
-        self._write(self.interval.close(state))
+        self._write(self.interval.close(state), durable=True)
 
     def _queue(self, summary: IntervalSummary | None) -> None:
         for step in summary.steps if summary else ():
             self.file.append(train_record(step.iteration, step.consumed_samples, step.metrics))
 
-    def _write(self, summary: IntervalSummary | None) -> None:
+    def _write(self, summary: IntervalSummary | None, durable: bool = False) -> None:
         self._queue(summary)
-        self.file.flush()
+        self.file.flush(durable)
 
 
 class TimingRecorder(Hook):

@@ -133,13 +133,16 @@ def test_records_read_back_as_what_they_were_written_from():
 # the file
 
 
-def test_flush_writes_whole_lines_and_fsyncs(tmp_path, monkeypatch):
+def test_flush_writes_whole_lines_and_fsyncs_once_what_shall_last(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     file = MetricsFile(tmp_path / "run" / "metrics.jsonl")
     file.append(record(1))
     assert not file.path.exists()
     file.flush()
+    assert iterations_of(file.path) == [1] and len(synced) == 0
+    file.flush(durable=True)
+    file.flush(durable=True)
     assert iterations_of(file.path) == [1] and len(synced) == 1
 
 
