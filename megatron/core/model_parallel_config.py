@@ -66,6 +66,11 @@ class ParallelismConfig:
     gradient_accumulation_fusion: bool = True
     """Do not let weight-gradient products add into the main gradient themselves."""
 
+    apex_parts: list[Literal["wgrad", "norm", "adam"]] = flag("--apex-parts", default_factory=list)
+    """Parts that kernels of NVIDIA apex compute instead of built-in ones: weight gradients added into the main gradient
+    (wgrad), norms, the update of Adam. For runs that must go on with the kernels that they began with; apex is never
+    used otherwise, even if it is installed."""
+
     cross_entropy_chunk_tokens: int | None = flag("--cross-entropy-chunk-tokens")
     """Output layer and loss take this many tokens at a time, and the logits of all tokens never exist; backward
     computes a chunk's logits again (a third more work in the output layer). 0: as many tokens as give 256 MiB of logits

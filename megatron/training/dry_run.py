@@ -128,7 +128,9 @@ def _layout(cfg: PretrainConfig) -> Rows:
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
     yield "expert-parallel ranks", f"{cfg.expert_model_parallel_size}, taken from the data-parallel ones"
     yield "rank order", "tensor, context, expert, data, pipeline (fastest first)"
-    yield "backend", f"{cfg.distributed_backend}, layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}"
+    apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
+    layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"
+    yield "backend", f"{cfg.distributed_backend}, {layers}"
 
 
 def _model(cfg: PretrainConfig) -> Rows:

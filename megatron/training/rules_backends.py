@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.cli import Problem
+from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
+from megatron.core.extensions.apex import what_is_missing
 from megatron.core.extensions.flash_attn import INSTALL as INSTALL_FLASH
 from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
@@ -82,6 +84,35 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
 
 
+def apex_can_run(cfg: PretrainConfig) -> Problems:
+    """A dry run asks about flags, not about the machine it runs on."""
+    if not cfg.apex_parts or cfg.dry_run:
+        return
+    reasons = [reason for part in cfg.apex_parts if (reason := what_is_missing(part))]
+    if reasons:
+        yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(reasons)), f"{INSTALL_APEX}, or leave it out")
+    if not gpu_present():
+        yield problem(cfg, "apex_parts", "computes on NVIDIA GPUs only, and there is none", "leave it out")
+
+
+def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
+    reasons = {
+        "wgrad": {
+            "adds into the main gradient, which --no-gradient-accumulation-fusion forbids":
+                not cfg.gradient_accumulation_fusion,
+            "adds into the main gradient, which weights do not have with --use-torch-fsdp2": cfg.use_torch_fsdp2,
+        },
+        "norm": {f"is for built-in layers, not for {_impl(cfg)}": cfg.transformer_impl == ENGINE},
+        "adam": {f"is not what --optimizer {cfg.optimizer} asks for": cfg.optimizer != "adam"},
+    }  # fmt: skip
+    for part in dict.fromkeys(cfg.apex_parts):
+        for reason, applies in reasons[part].items():
+            if applies:
+                yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
+    if cfg.apex_parts and cfg.fp64:
+        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "leave it out")
+
+
 def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
     field = "cuda_graph_impl"
     if cfg.cuda_graph_impl != "local":
@@ -96,6 +127,7 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
         "starts sums of gradients (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
         "waits for weights (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
         f"was not seen recorded with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
+        "was not seen recorded with --apex-parts": bool({"wgrad", "norm"} & set(cfg.apex_parts)),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -110,4 +142,6 @@ RULES: tuple[Rule, ...] = (
     transformer_engine_can_run,
     transformer_engine_does_all_that_is_asked,
     flash_attention_can_run,
+    apex_can_run,
+    apex_parts_have_their_place,
 )

@@ -17,13 +17,14 @@ from torch import nn
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.extensions.apex import ApexNormalize, ApexWeightGradient
 from megatron.core.pipeline_layout import Half
 from megatron.core.process_groups import ProcessGroups
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelOutput
 from megatron.core.transformer.attention_window import layer_window
 from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.dot_product_attention import CoreAttention, make_core_attention
-from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.norm import StreamNorm, make_norm
 from megatron.core.transformer.recompute import recomputed_modules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -123,7 +124,9 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     """What built models compute with: the modules that are there, not the settings that asked for them."""
     kinds: set[str] = set()
     attention: dict[str, list[int]] = {}
+    others: dict[str, None] = {}
     for chunk in model_chunks:
+        others |= dict.fromkeys(words for module in chunk.modules() for words in _words_of_parts(module))
         for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
             kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
             if layer.has_attention:
@@ -133,10 +136,23 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     for words, layers in attention.items():
         where = "" if len(attention) == 1 else f" in layer{'s' if len(layers) > 1 else ''} {_listed(layers)}"
         yield f"attention: {words}{where}"
+    yield from others
 
 
 def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
+
+
+def _words_of_parts(module: nn.Module) -> Iterator[str]:
+    """Of kernels inside a module that another package computes."""
+    if isinstance(module, StreamNorm):
+        kernel: object = module.normalize
+    elif isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelOutput):
+        kernel = module.traits.accumulate
+    else:
+        return
+    if isinstance(kernel, ApexNormalize | ApexWeightGradient):
+        yield kernel.words
 
 
 def _attention_of(layer: TransformerLayer) -> str:

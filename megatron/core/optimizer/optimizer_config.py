@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 
@@ -75,6 +75,9 @@ class OptimizerConfig:
 
     log_num_zeros_in_grad: bool = False
     """Count the gradient elements that are zero."""
+
+    apex_parts: list[str] = field(default_factory=list)
+    """With "adam" NVIDIA apex computes the update of Adam; other parts are not the optimizer's."""
 
     exp_avg_dtype: Any = "fp32"
     """Format of the first moment: "fp32" or "bf16", or the torch dtype (where the parameters are not fp64)."""

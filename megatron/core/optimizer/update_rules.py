@@ -6,15 +6,19 @@ is told beyond rates stays on the device, whether to skip included.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.adam import AdamGroup, AdamStep, choose_adam
+from megatron.core.extensions.apex import ApexAdam
+from megatron.core.fusions.adam import AdamGroup, AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.master_weights import Master, Updated, opened
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Formats of moments. With 5 (fp16) or fewer bits of exponent they would need a scale per tensor."""
@@ -50,7 +54,7 @@ class UpdateRule(Protocol):
 
 
 class Adam:
-    """Adam with bias correction, by the operator that fits ``masters``."""
+    """Adam with bias correction, by the operator that fits ``masters``, or by apex's."""
 
     def __init__(self, config: OptimizerConfig, masters: Sequence[Master]) -> None:
         self.moment_dtypes = {
@@ -58,7 +62,12 @@ class Adam:
             "exp_avg_sq": moment_dtype("--exp-avg-sq-dtype", config.exp_avg_sq_dtype),
         }
         self.config = config
-        self._update = choose_adam(masters)
+        self._update: AdamUpdate
+        if "adam" in config.apex_parts:
+            self._update = ApexAdam()
+            logger.info("%s", ApexAdam.words)
+        else:
+            self._update = choose_adam(masters)
 
     def update(self, groups: Sequence[UpdateGroup], conditions: Conditions) -> None:
         """:meth:`UpdateRule.update`."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.notices import notice
@@ -31,7 +32,7 @@ from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.in_flight import InFlight, start_all_gather, start_reduce_scatter
-from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
+from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, accumulate_product, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -71,7 +72,10 @@ def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) 
     """How a layer multiplies: what the layer chose, and what the configuration adds."""
     fuses = config.gradient_accumulation_fusion
     column_sum = choose_column_sum(config.params_dtype, fuses)
-    return LinearTraits(groups.tp, fuse_weight_gradient=fuses, column_sum=column_sum, **chosen)
+    accumulate = ApexWeightGradient() if "wgrad" in config.apex_parts else accumulate_product
+    return LinearTraits(
+        groups.tp, fuse_weight_gradient=fuses, column_sum=column_sum, accumulate=accumulate, **chosen
+    )  # fmt: skip
 
 
 def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
@@ -115,7 +119,7 @@ class ColumnParallelLinear(nn.Module):
         if self.shared_weight is not None and (gather_output or skip_bias_add):
             raise ValueError("rows that several ranks hold exclude gather_output and skip_bias_add")
         gathers = _sequence_parallel(config, groups)
-        self._traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
+        self.traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
         self._bare_traits = _traits(config, groups)
         self._multiply, self._multiply_gathered = self._whole, self._whole_of_gathered
         if self.shared_weight is not None:
@@ -139,7 +143,7 @@ class ColumnParallelLinear(nn.Module):
         return start_all_gather(x, self.group)
 
     def _whole(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return parallel_linear(x, self.weight, bias, self._traits, self.weight_gradient_store)
+        return parallel_linear(x, self.weight, bias, self.traits, self.weight_gradient_store)
 
     def _whole_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return parallel_linear(x, self.weight, bias, self._bare_traits, self.weight_gradient_store)
@@ -222,7 +226,7 @@ class RowParallelLinear(nn.Module):
         self._enter: Callable = scatter_to_tensor_model_parallel_region
         if input_is_parallel:
             self._enter = identity
-        self._traits = _traits(config, groups)
+        self.traits = _traits(config, groups)
         self._leave: Callable = reduce_from_tensor_model_parallel_region
         if sequence_parallel:
             self._leave = reduce_scatter_to_sequence_parallel_region
@@ -230,9 +234,9 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
         """``in_flight``, under sequence parallelism: returns the sum on its way, for :meth:`finish`."""
         if self._bias_is_fused:
-            return parallel_linear(x, self.weight, self.bias, self._traits, self.weight_gradient_store), None
+            return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
-        product = parallel_linear(entered, self.weight, None, self._traits, self.weight_gradient_store)
+        product = parallel_linear(entered, self.weight, None, self.traits, self.weight_gradient_store)
         if in_flight:
             return start_reduce_scatter(product, self.group), self.bias
         return self._with_bias(self._leave(product, self.group))
@@ -276,16 +280,16 @@ class VocabParallelEmbedding(nn.Module):
             groups=groups, dtype=config.params_dtype,
         )  # fmt: skip
         self.num_local = num_true_entries(num_embeddings, stored // self.group.size, self.group)
-        self._traits, self._add_rows = _traits(config, groups), choose_add_rows(config.params_dtype)
+        self.traits, self._add_rows = _traits(config, groups), choose_add_rows(config.params_dtype)
         self._look_up = self._look_up_whole if self.group.size == 1 else self._look_up_split
 
     def _look_up_whole(self, ids: Tensor) -> Tensor:
-        return look_up(self.weight, ids, None, self._traits, self._add_rows)
+        return look_up(self.weight, ids, None, self.traits, self._add_rows)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:
         local = ids - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.num_local)
-        vectors = look_up(self.weight, local, absent, self._traits, self._add_rows)
+        vectors = look_up(self.weight, local, absent, self.traits, self._add_rows)
         return reduce_from_tensor_model_parallel_region(vectors, self.group)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -332,7 +336,7 @@ class VocabParallelOutput(nn.Module):
             )  # fmt: skip
             self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
         gathers = _sequence_parallel(config, groups)
-        self._traits = _traits(
+        self.traits = _traits(
             config, groups, gather_input=gathers, reduce_input_gradient=not gathers,
             weight_has_other_uses=weight_is_shared,
         )  # fmt: skip
@@ -345,7 +349,7 @@ class VocabParallelOutput(nn.Module):
         return self._logits(x, weight) if labels is None else self._losses(x, weight, labels)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        return parallel_linear(x, weight, None, self._traits, self.weight_gradient_store)
+        return parallel_linear(x, weight, None, self.traits, self.weight_gradient_store)
 
     def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(
@@ -355,6 +359,6 @@ class VocabParallelOutput(nn.Module):
 
     def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(
-            x, weight, labels, vocab_size=self.vocab_size, traits=self._traits, chunk_tokens=self.chunk_tokens or 0,
+            x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,
             store=self.weight_gradient_store,
         )  # fmt: skip

@@ -61,6 +61,16 @@ class WeightGradientStore:
         return len(self._waiting)
 
 
+def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right`` in the dtype of ``total``, without rounding the product to that of its factors."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
 class LinearTraits(NamedTuple):
     """What a layer chose once."""
 
@@ -74,6 +84,8 @@ class LinearTraits(NamedTuple):
     """The weight appears elsewhere in the graph; its gradient from here goes to ``main_grad`` without further sign."""
     column_sum: ColumnSum = column_sum_plain
     """db."""
+    accumulate: Callable[[Tensor, Tensor, Tensor], None] = accumulate_product
+    """How dW is added to ``main_grad``."""
 
 
 class Hidden(NamedTuple):
@@ -174,7 +186,7 @@ def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTrai
     main_grad = fused_gradient(weight, traits)
     if main_grad is None:
         return grad_to.t().matmul(x_ti)
-    accumulate_product(main_grad, grad_to.t(), x_ti)
+    traits.accumulate(main_grad, grad_to.t(), x_ti)
     return None
 
 
@@ -215,16 +227,6 @@ def complete_later(weight: Tensor, grad: Tensor | None) -> None:
         weight.backward(grad)
     elif (arrival := getattr(weight, "arrival", None)) is not None:
         arrival.backward(arrival_gradient(arrival))
-
-
-def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right`` in the dtype of ``total``, without rounding the product to that of its factors."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 @torch.no_grad()

@@ -30,7 +30,6 @@ from megatron.core.tensor_parallel.linear import (
     Hidden,
     LinearTraits,
     WeightGradientStore,
-    accumulate_product,
     arrival_gradient,
     as_seen,
     complete_later,
@@ -118,7 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     whole = grad_x.view(-1, *x.shape[1:])
                     grad_x, finish = start_sum_of_input_gradient(whole, traits)
             if total is not None:
-                accumulate_product(total, logits.t(), x_th[chunk])
+                traits.accumulate(total, logits.t(), x_th[chunk])
             del logits  # the memory of chunks is free before that of the weight's gradient is taken
         grad_weight = None
         if total is not None:

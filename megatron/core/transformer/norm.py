@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.fusions.residual_norm import NormTraits, choose_normalize
+from megatron.core.extensions.apex import ApexNormalize
+from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
 from megatron.core.placement import Ones, Zeros, parameter
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -40,11 +41,14 @@ class StreamNorm(nn.Module):
         self.weight = parameter((hidden_size,), init=init, partial=partial, groups=groups, dtype=config.params_dtype)
         self.bias: nn.Parameter | None = None
         self._traits = NormTraits(eps, self.centred, offset)
-        self._normalize = choose_normalize(config.params_dtype, hidden_size, not config.no_persist_layer_norm)
+        self.normalize: Normalize = (
+            ApexNormalize() if "norm" in config.apex_parts
+            else choose_normalize(config.params_dtype, hidden_size, not config.no_persist_layer_norm)
+        )  # fmt: skip
 
     def forward(self, x: Tensor, *branch: Tensor | None) -> Any:
         """Normed values have the weights' dtype, also those of an fp32 residual stream over 16-bit weights."""
-        stream, normed = self._normalize(x, branch[0] if branch else None, self.weight, self.bias, self._traits)
+        stream, normed = self.normalize(x, branch[0] if branch else None, self.weight, self.bias, self._traits)
         return (stream, normed) if branch else normed
 
     def extra_repr(self) -> str:

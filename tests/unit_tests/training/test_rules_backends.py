@@ -1,11 +1,15 @@
 """What a backend cannot do is refused with the reason; what a script asks for and is not installed is named."""
 
+import dataclasses
+
 import pytest
 
+from megatron.core.cli import ConfigError
 from megatron.training import rules_backends
 from megatron.training.arguments import parse_args
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
+from tests.test_utils import fake_apex
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
@@ -18,10 +22,17 @@ def problems(text, world_size=1):
     return [str(each) for each in check(resolve(parse_args((TINY + text).split()), world_size))]
 
 
+def bad_value(text):
+    with pytest.raises(ConfigError) as error:
+        parse_args((TINY + text).split())
+    return str(error.value)
+
+
 @pytest.fixture
 def everything_installed(monkeypatch):
     monkeypatch.setattr(rules_backends, "is_installed", lambda module: True)
     monkeypatch.setattr(rules_backends, "installed_versions", lambda: (2, 3))
+    monkeypatch.setattr(rules_backends, "what_is_missing", lambda part: None)
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
 
 
@@ -69,6 +80,7 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
         ("--recompute-activations", "asks for the random state"),
         ("--overlap-grad-reduce", "starts sums of gradients"),
         (f"{ENGINE} --attention-dropout 0", "was not seen recorded"),
+        ("--apex-parts norm adam", "was not seen recorded with --apex-parts"),
     ],
 )
 def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_installed):
@@ -95,3 +107,43 @@ def test_flash_attention_version_excludes(text, problem, everything_installed):
     found = problems(f"--flash-attention-version 3 --bf16 --attention-dropout 0 {text}", 2)
     assert len(found) == 1 and problem in found[0], found
     assert problems("--flash-attention-version 3 --attention-dropout 0")[0].endswith("--bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "problem"),
+    [
+        ("wgrad --no-gradient-accumulation-fusion", 1, "--apex-parts wgrad: wgrad adds into the main gradient, which"),
+        ("wgrad --use-torch-fsdp2 --ckpt-format torch_dist", 2, "wgrad adds into the main gradient, which weights do"),
+        (f"norm {ENGINE} --attention-dropout 0", 1, "norm is for built-in layers, not for --transformer-impl"),
+        ("adam --optimizer sgd", 1, "adam is not what --optimizer sgd asks for"),
+    ],
+)
+def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, everything_installed):
+    found = problems(f"--apex-parts {text}", world_size)
+    assert len(found) == 1 and problem in found[0], found
+
+
+def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
+    assert problems("--apex-parts wgrad norm adam --bf16") == []
+    assert problems("--apex-parts adam --no-gradient-accumulation-fusion") == []
+    assert problems("--apex-parts wgrad --optimizer sgd") == []
+    found = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
+    assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
+    settings = dataclasses.replace(parse_args((TINY + "--apex-parts adam").split()), fp64=True)
+    (found,) = rules_backends.apex_parts_have_their_place(settings)
+    assert "not for float64" in str(found)
+
+
+def test_a_missing_apex_is_one_error_that_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
+    (found,) = problems("--apex-parts wgrad norm")
+    assert found.startswith("--apex-parts wgrad norm: needs NVIDIA apex, which is not installed; APEX_CPP_EXT=1 ")
+    assert "APEX_CUDA_EXT=1 pip install" in found and found.endswith("or leave it out")
+    fake_apex.install(monkeypatch, without=("amp_C",))
+    assert problems("--apex-parts wgrad norm") == []
+    (found,) = problems("--apex-parts wgrad adam")
+    assert found.startswith("--apex-parts wgrad adam: adam needs amp_C, without which the installed apex was built; ")
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
+    assert "computes on NVIDIA GPUs only" in problems("--apex-parts wgrad")[0]
+    assert problems("--apex-parts wgrad norm adam --dry-run") == []
+    assert "must be one of wgrad, norm, adam" in bad_value("--apex-parts all")
