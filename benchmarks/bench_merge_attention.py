@@ -1,5 +1,5 @@
 """What context parallelism does beside attention and transfers, on a GPU: merging attention over two sets of keys,
-adding a block's gradients to a sum, packing heads for an exchange. Kernels, references, and the bandwidth of each.
+adding a block's gradients to a sum. Kernels, references, and the bandwidth of each.
 
     python benchmarks/bench_merge_attention.py
 
@@ -18,7 +18,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.context_parallel.heads_for_sequence import copy_wide
 from megatron.core.fusions.merge_attention import merge_attention_, merge_attention_reference_
 from megatron.core.fusions.sum_parts import sum_parts_reference, sum_parts_triton
 
@@ -37,10 +36,6 @@ def report(name: str, work: Callable[[], None], num_bytes: int) -> None:
     sys.stdout.write(f"{name:<24} {elapsed * 1e3:8.1f} us  {num_bytes / elapsed / 1e9:6.2f} TB/s of what is needed\n")
 
 
-def _copy_plain(destination: torch.Tensor, source: torch.Tensor) -> None:
-    destination.copy_(source)
-
-
 def main() -> int:
     if not torch.cuda.is_available():
         sys.stdout.write("needs a GPU\n")
@@ -56,10 +51,6 @@ def main() -> int:
     for name, add in (("sum, kernel", sum_parts_triton), ("sum, reference", sum_parts_reference)):
         report(name, partial(add, out, part, out), out.numel() * (4 + 2 + 4))
         report(f"{name}, rounded", partial(add, out, part, rounded), out.numel() * (4 + 2 + 2))
-    packed = torch.empty(4, queries, 1, heads // 4, channels, device="cuda", dtype=torch.bfloat16)
-    by_rank = part.unflatten(2, (4, -1)).movedim(2, 0)
-    report("heads packed for 4 ranks", partial(copy_wide, packed, by_rank), part.nbytes * 2)
-    report("the same, copy_", partial(_copy_plain, packed, by_rank), part.nbytes * 2)
     return 0
 
 
