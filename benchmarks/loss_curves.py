@@ -40,7 +40,7 @@ STEPS = 200
 FLAGS = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256 "
     "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 "
-    "--hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --lr 1.5e-3 --min-lr 1.5e-4 "
+    "--hidden-dropout 0 --micro-batch-size 8 --global-batch-size 8 --lr 5e-4 --min-lr 5e-5 "
     "--lr-decay-style cosine --lr-decay-iters 200 --lr-warmup-iters 20 --weight-decay 0.1 --adam-beta2 0.95 "
     "--clip-grad 1.0 --tokenizer-type HuggingFaceTokenizer --split 1,0,0 --num-workers 0 --eval-iters 0 "
     "--log-interval 1"

@@ -64,9 +64,11 @@ def versions(record: dict[str, Any]) -> str:
     return ", ".join([record.get("device", "?"), *(f"{name} {record[name]}" for name in VERSIONS if record.get(name))])
 
 
-def what(row: Row) -> str:
+def what(row: Row, name: str) -> str:
+    """``name``: the row with what was added to it, which may be another depth."""
     gpus = "1 GPU" if row.gpus == 1 else f"{row.gpus} GPUs"
-    return f"{gpus}, {row.layers} layers, s {row.length}, batch {row.batch}"
+    other = re.search(r"--num-layers (\d+)", name)
+    return f"{gpus}, {other[1] if other else row.layers} layers, s {row.length}, batch {row.batch}"
 
 
 def training() -> str:
@@ -81,7 +83,7 @@ def training() -> str:
         number = records.setdefault(record, len(records) + 1)
         found = result.get("profile") or {}
         rows.append((
-            f"`{name}`", what(ROWS[row_of(name)]), f"{result['tflops_per_gpu']:.1f}",
+            f"`{name}`", what(ROWS[row_of(name)], name), f"{result['tflops_per_gpu']:.1f}",
             result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
             found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
         ))  # fmt: skip
