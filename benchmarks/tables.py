@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,12 @@ def what(row: Row, name: str) -> str:
     return f"{gpus}, {other[1] if other else row.layers} layers, s {row.length}, batch {row.batch}"
 
 
-def training() -> str:
-    """The speed table: valid rows only, the others below it with the reason."""
+def training(file: str) -> str:
+    """A speed table: valid rows only, the others below it with the reason."""
     rows, spoiled, records = [], [], {}
-    for name, result in stored("training").get("rows", {}).items():
+    results = stored(file).get("rows", {})
+    alone = results.get("one", {}).get("tflops_per_gpu")
+    for name, result in results.items():
         reason = result.get("error") or result.get("invalid")
         if reason or result.get("tflops_per_gpu") is None:
             spoiled.append(f"* `{name}`: {shown(reason).strip()[-200:]}")
@@ -84,10 +87,11 @@ def training() -> str:
         found = result.get("profile") or {}
         rows.append((
             f"`{name}`", what(ROWS[row_of(name)], name), f"{result['tflops_per_gpu']:.1f}",
+            f"{result['tflops_per_gpu'] / alone:.0%}" if alone else None,
             result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
             found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
         ))  # fmt: skip
-    header = ("row", "run", "TFLOP/s per GPU", "tokens/s per GPU", "s per step", "peak GB", "exposed ms", "idle ms",
+    header = ("row", "run", "TFLOP/s per GPU", "of `one`", "tokens/s per GPU", "s per step", "peak GB", "exposed ms", "idle ms",
               "jobs", "where")  # fmt: skip
     notes = []
     for text, number in records.items():
@@ -186,7 +190,8 @@ def plain(name: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "training": training, "profiles": profiles, "limits": limits, "loss-curves": loss_curves,
+    "training": partial(training, "training"),
+    "training-before-kernels": partial(training, "training_before_kernels"), "profiles": profiles, "limits": limits, "loss-curves": loss_curves,
     "context-parallel": context_parallel, "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"),
     "optimizer": plain("optimizer"),
 }  # fmt: skip
