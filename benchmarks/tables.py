@@ -91,8 +91,8 @@ def training(file: str) -> str:
             result["tokens_per_second_per_gpu"], result["seconds_per_iteration"], result["peak_memory_gb"],
             found.get("exposed_communication_ms"), found.get("idle_ms"), result["repeats"], f"[{number}]",
         ))  # fmt: skip
-    header = ("row", "run", "TFLOP/s per GPU", "of `one`", "tokens/s per GPU", "s per step", "peak GB", "exposed ms", "idle ms",
-              "jobs", "where")  # fmt: skip
+    header = ("row", "run", "TFLOP/s per GPU", "of `one`", "tokens/s per GPU", "s per step", "peak GB", "exposed ms",
+              "idle ms", "jobs", "where")  # fmt: skip
     notes = []
     for text, number in records.items():
         record = json.loads(text)
@@ -191,9 +191,9 @@ def plain(name: str) -> Callable[[], str]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "training": partial(training, "training"),
-    "training-before-kernels": partial(training, "training_before_kernels"), "profiles": profiles, "limits": limits, "loss-curves": loss_curves,
-    "context-parallel": context_parallel, "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"),
-    "optimizer": plain("optimizer"),
+    "training-before-kernels": partial(training, "training_before_kernels"),
+    "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
+    "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
 }  # fmt: skip
 
 
