@@ -58,7 +58,8 @@ class ParallelismConfig:
 
     tp_comm_overlap: bool = False
     """Two halves of a micro-batch take turns, so that tensor-parallel collectives of one run beside computation of the
-    other. Needs --sequence-parallel and an even --micro-batch-size."""
+    other. Needs --sequence-parallel and an even --micro-batch-size; keeps the inputs of a layer's first products whole,
+    for memory of twice the hidden states per layer."""
 
     tp_comm_overlap_cfg: str | None = None
     """YAML file that tunes --tp-comm-overlap per operation."""

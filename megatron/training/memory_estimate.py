@@ -213,6 +213,8 @@ class _Sizes:
     """Hidden states outside of linear layers."""
     whole_stream: int
     """Hidden states where sequence parallelism does not split them."""
+    normed: int
+    """What a linear layer keeps of its input: under --tp-comm-overlap the positions of all ranks."""
     query: int
     key_value: int
     wide: int
@@ -230,9 +232,10 @@ def _sizes(cfg: PretrainConfig) -> _Sizes:
     tokens = length * cfg.micro_batch_size
     heads, groups = cfg.num_attention_heads // tp, max(cfg.num_query_groups // tp, 1)
     stream = tokens * cfg.hidden_size
+    split = stream // tp if cfg.sequence_parallel else stream
     narrow = tokens * cfg.ffn_hidden_size // tp
     return _Sizes(
-        stream=stream // tp if cfg.sequence_parallel else stream, whole_stream=stream,
+        stream=split, whole_stream=stream, normed=stream if cfg.tp_comm_overlap else split,
         query=tokens * heads * cfg.kv_channels, key_value=2 * tokens * groups * cfg.kv_channels,
         wide=narrow * (2 if is_gated(cfg) else 1), narrow=narrow, heads=tokens * heads,
         scores=tokens * heads * cfg.seq_length,
@@ -247,7 +250,7 @@ def layer_activations(cfg: PretrainConfig, half: Half | None = None) -> int:
         dropped = frozenset(cfg.recompute_modules or ("core_attn",))
     stream_item = 4 if cfg.fp32_residual_connection and item == 2 else item
     each = n.stream * stream_item  # what a norm reads
-    each += 0 if "layernorm" in dropped else n.stream * item  # and writes
+    each += 0 if "layernorm" in dropped else n.normed * item  # and writes
     each += n.stream * bool(cfg.hidden_dropout)  # a mask of one byte
     total = each * (2 if half is None else 1)
     if half != "mlp":
