@@ -80,8 +80,8 @@ class Band:
 
 
 BF16 = Band(first=0.002, window=0.005, last=0.003)
-"""Ten times what bf16 and fp32 differ by on one CPU. The learning rate is one at which fp32 itself is steady: where single
-gradients are fifty times the usual ones, as at three times the rate, curves part for a while whatever the precision."""
+"""Ten times what bf16 and fp32 differ by on one CPU. The learning rate is one at which fp32 itself is steady: where
+single gradients are fifty times the usual ones, as at three times the rate, curves part whatever the precision."""
 COMPARISONS: list[tuple[str, str, Band | None]] = [  # None: every bit
     ("cpu-fp32", "cpu-bf16", BF16),
     ("cpu-fp32", "gpu-bf16", BF16),
