@@ -19,6 +19,14 @@ def gloo_pool():
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def nccl_pool():
+    """The same over NCCL, rank r on GPU r."""
+    pool = RankPool("nccl")
+    yield pool
+    pool.close()
+
+
 def pytest_collection_modifyitems(items):
     """Tests marked ``gpu`` skip where there is no CUDA device."""
     if not any("gpu" in item.keywords for item in items):

@@ -71,6 +71,13 @@ ROWS: dict[str, Row] = {
     "cp4-s131072": Row(
         4, 32, 131072, 1, f"--context-parallel-size 4 {RECOMPUTED} {ZERO}", iters=7, seconds=180
     ),
+    "tp2-sp-overlap": Row(
+        2, 16, 8192, 16, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", micro_batch=2,
+        iters=8, seconds=75,
+    ),
+    "pp2-zero-bubble": Row(
+        2, 16, 8192, 16, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", iters=8, seconds=75
+    ),
     "tp2-pp2": Row(
         4, 32, 8192, 32, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
         iters=8, seconds=130,
@@ -102,6 +109,7 @@ VARIANTS: dict[str, str] = {
     "cudnn": "--attention-backend fused",
     "a2a": "--cp-comm-type a2a",
     "allgather": "--cp-comm-type allgather",
+    "nccl": "--no-copy-engines",
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",

@@ -29,7 +29,7 @@ ITERATION = re.compile(r"^iteration (\d+)$")
 TRANSFER = re.compile(r"^(gloo|nccl):")
 """Ranges from the start to the end of a collective; they nest with nothing."""
 LAUNCH = re.compile(r"Launch|cudaMemcpy.*Async|cudaMemset.*Async", re.IGNORECASE)
-SYNCHRONIZES = re.compile(r"(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cuMemcpy", re.IGNORECASE)
+SYNCHRONIZES = re.compile(r"(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cuMemcpy(?!.*Async)", re.IGNORECASE)
 PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0}
 """Operators of a matrix product -> which input is the left factor."""
 

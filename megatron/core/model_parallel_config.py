@@ -56,6 +56,11 @@ class ParallelismConfig:
     """Ask the neighbouring pipeline stage for a value only when it is needed, not while the computation before it still
     runs. Sends never wait."""
 
+    copy_engines: bool = flag("--no-copy-engines", default=True)
+    """Send what overlaps with computation between GPUs of one host through NCCL, not through copy engines: the
+    collectives of --tp-comm-overlap and the messages between pipeline stages. Copy engines leave all multiprocessors to
+    the computation; where they do not work NCCL is used anyway."""
+
     tp_comm_overlap: bool = False
     """Two halves of a micro-batch take turns, so that tensor-parallel collectives of one run beside computation of the
     other. Needs --sequence-parallel and an even --micro-batch-size; keeps the inputs of a layer's first products whole,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.copy_engines.choice import engines_of
 from megatron.core.nccl_options import DEFAULTS as NCCL_DEFAULTS
 from megatron.core.nccl_options import group_options, read_nccl_settings
 from megatron.core.notices import notice
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _AXES_WITH_HOST_TWIN = ("world", "dp", "dp_cp")
 """Axes that also move CPU tensors (checkpoints, data); over NCCL they get a gloo twin."""
+
+
+_AXES_WITH_ENGINES = ("tp", "pp", "cp", "cp_a2a", "cp_p2p")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ def initialize_model_parallel(
     num_distributed_optimizer_instances: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     nccl_communicator_config_path: str | None = None,
+    copy_engines: bool = True,
     **without_effect: Any,
 ) -> ProcessGroups:
     """Build the process groups of every axis and keep them for the getters of this module.
@@ -83,8 +88,9 @@ def initialize_model_parallel(
     Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise,
     before any group exists. Every process of the world calls it with the same arguments. ``order`` lists the axes from
     the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other.
-    ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). Further keywords that programs pass and
-    that change nothing here are logged with the reason; unknown ones are a TypeError.
+    ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). ``copy_engines``: over NCCL, groups whose
+    ranks share a host get copy engines for what can go through them (``copy_engines/``). Further keywords that programs
+    pass and that change nothing here are logged with the reason; unknown ones are a TypeError.
     """
     global _state
     _explain_keywords(without_effect)
@@ -116,6 +122,8 @@ def initialize_model_parallel(
     groups = build_process_groups(grid, rank, new_group) if world_size > 1 else SINGLE_PROCESS
     if groups.pp.size > 1 and dist.get_backend() == "nccl":
         _open_lanes(groups, wrap=virtual_pipeline_model_parallel_size is not None)
+    if copy_engines and world_size > 1:
+        groups = _with_engines(groups)
     alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
     _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone)
     return groups
@@ -196,6 +204,19 @@ def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
                 dist.send(message, target, group=lane.handle)
             elif me == target:
                 dist.recv(message, source, group=lane.handle)
+
+
+def _with_engines(groups: ProcessGroups) -> ProcessGroups:
+    """The same with copy engines where they work."""
+    changed: dict[str, Group] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    for name in _AXES_WITH_ENGINES:
+        group: Group = getattr(groups, name)
+        if group.size > 1:
+            if group.ranks not in known:
+                known[group.ranks] = engines_of(name, group.handle, group.ranks, group.rank)
+            changed[name] = replace(group, engines=known[group.ranks])
+    return replace(groups, **changed)
 
 
 def destroy_model_parallel() -> None:

@@ -29,6 +29,8 @@ class Group:
     """torch.distributed.ProcessGroup; None exactly when the group has one rank."""
     host_handle: Any = field(default=None, compare=False)
     """A gloo twin for CPU tensors where ``handle`` is NCCL (only on the axes that need one)."""
+    engines: Any = field(default=None, compare=False)
+    """``copy_engines.CopyEngines`` between the ranks; None where everything goes through ``handle``."""
 
     @property
     def size(self) -> int:

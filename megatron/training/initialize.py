@@ -99,6 +99,8 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
     """Devices, process groups and seeds for a resolved configuration; returns this rank's groups."""
     if cfg.deterministic_mode:
         make_deterministic()
+    # streams that wait for a peer should share no queue with others; CUDA's default is 8
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = training_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,6 +116,7 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,
         num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,
         hierarchical_context_parallel_sizes=cfg.hierarchical_context_parallel_sizes,
+        copy_engines=cfg.copy_engines,
     )
     seed_everything(cfg.seed)
     return parallel_state.get_process_groups()

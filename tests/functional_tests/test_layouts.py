@@ -11,9 +11,20 @@ import pytest
 from tests.test_utils.layout_table import TABLE, row
 
 
+def carried_by_copy_engines(layout):
+    """Whether something of a layout would go through them; of many pipelines a few."""
+    return any(part in layout for part in ("--tp-comm-overlap", "--cp-comm-type", "zero-bubble", "virtual-pipeline"))
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_layout_equals_one_rank(matrix, name):
     verdict = matrix.verdict(row(name))
+    assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if carried_by_copy_engines(row(name).layout)])
+def test_layout_equals_one_rank_through_copy_engines(matrix, name):
+    verdict = matrix.verdict(row(name), "through_copy_engines")
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from tests.test_utils.gloo_pool import RankPool
 from tests.test_utils.layout_table import TABLE, row
 from tests.test_utils.layouts import Matrix
 
@@ -13,13 +12,11 @@ LAYOUTS = {f"{row(name).world_size}-gpus-{name}": name for name in TABLE if 1 < 
 
 
 @pytest.fixture(scope="module")
-def gpu_matrix():
+def gpu_matrix(nccl_pool):
     """Layouts against one rank, rank r on GPU r."""
-    pool = RankPool("nccl")
-    matrix = Matrix(pool)
+    matrix = Matrix(nccl_pool)
     yield matrix
     matrix.close()
-    pool.close()
 
 
 @pytest.mark.gpu

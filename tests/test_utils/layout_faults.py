@@ -5,10 +5,18 @@ import dataclasses
 import importlib
 from unittest import mock
 
+from tests.test_utils.shared_window import engines_over_shared_memory
+
 
 def module(name):
     """A module, also where its package re-exports a function of the same name."""
     return importlib.import_module(name)
+
+
+def through_copy_engines(rank):
+    """No bug: messages that copy engines would carry go through memory that the ranks share."""
+    where = module("megatron.core.parallel_state")
+    return mock.patch.object(where, "engines_of", engines_over_shared_memory)
 
 
 def norm_gradients_not_summed(rank):

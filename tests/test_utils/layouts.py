@@ -89,7 +89,8 @@ def read_reference(path):
 
 
 def compare_with_reference(rank, world_size, row, path, fault=None):
-    """A task of the pool: trains on this layout, under a planted ``fault``; this rank's report of every step."""
+    """A task of the pool: trains on this layout, under a planted ``fault`` (or something harmless in its place); this
+    rank's report of every step."""
     from megatron.training.layout_trace import compare
     from tests.test_utils import layout_faults
 

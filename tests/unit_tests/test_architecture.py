@@ -26,6 +26,7 @@ LAYERS = {
     "megatron.core.model_parallel_config": 1,
     "megatron.core.packed_seq_params": 1,
     "megatron.core.nccl_options": 1,
+    "megatron.core.copy_engines": 1,
     "megatron.core.pipeline_balance": 1,
     "megatron.core.pipeline_layout": 1,
     "megatron.core.batch_schedule": 1,

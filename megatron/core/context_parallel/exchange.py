@@ -5,7 +5,9 @@ Legend: s sequence (local), b batch, a heads, d head dim.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,66 +16,112 @@ from torch import Tensor
 from megatron.core.context_parallel import zigzag
 from megatron.core.process_groups import Group
 
+Arrange = Callable[[Sequence[Tensor]], Tensor]
 
-class NeighbourExchange:
+
+class NeighbourExchange(Protocol):
     """A tensor on its way to the next rank of a ring, and its twin from the previous one."""
+
+    def wait(self) -> Tensor:
+        """What the previous rank sent; on CUDA in stream order."""
+
+
+class _ByGroup:
+    """Through torch.distributed."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """What the previous rank sent; on CUDA in stream order."""
         for work in self._works:
             work.wait()
         return self._received
 
 
+class _ByMailbox:
+    """Through copy engines."""
+
+    def __init__(self, x: Tensor, group: Group, tag: int) -> None:
+        self._group, self._mailbox = group, group.engines.mailbox(x.nbytes, tag)
+        self._received = torch.empty_like(x)
+        self._mailbox.send((group.rank + 1) % group.size, x)
+
+    def wait(self) -> Tensor:
+        self._mailbox.receive((self._group.rank - 1) % self._group.size, self._received)
+        return self._received
+
+
 def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchange:
     """Start sending ``x`` (contiguous) to the next rank of ``group`` and receiving as much from the previous one."""
+    if group.engines is not None:
+        return _ByMailbox(x, group, tag)
     received = torch.empty_like(x)
     following, previous = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
     operations = [
         dist.P2POp(dist.isend, x, following, group.handle, tag),
         dist.P2POp(dist.irecv, received, previous, group.handle, tag),
     ]
-    return NeighbourExchange(x, received, dist.batch_isend_irecv(operations))
+    return _ByGroup(x, received, dist.batch_isend_irecv(operations))
 
 
-def _heads_for_sequence(x: Tensor, group: Group) -> Tensor:
-    """[s, b, a, d] -> [s * n, b, a / n, d]: this rank's share of the heads of all ranks' tokens, in ascending order."""
-    outgoing = torch.stack(x.chunk(group.size, dim=2))
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group.handle)
-    return zigzag.whole(incoming.unbind(), dim=0)
+class _Exchange:
+    """An all-to-all under way. ``outgoing`` [n, ...]: a part for each rank; ``arrange`` makes the result of the parts
+    that came."""
+
+    def __init__(self, outgoing: Tensor, group: Group, arrange: Arrange) -> None:
+        self._outgoing, self._arrange = outgoing, arrange
+        self._incoming = torch.empty_like(outgoing)
+        self._work = dist.all_to_all_single(self._incoming, outgoing, group=group.handle, async_op=True)
+
+    def finish(self) -> Tensor:
+        self._work.wait()
+        return self._arrange(self._incoming.unbind())
 
 
-def _sequence_for_heads(x: Tensor, group: Group) -> Tensor:
-    """The inverse."""
+def _start(outgoing: Tensor, group: Group, arrange: Arrange) -> Any:
+    if group.engines is not None:
+        return group.engines.exchange(outgoing.unbind(), arrange)
+    return _Exchange(outgoing, group, arrange)
+
+
+def _heads_for_sequence(x: Tensor, group: Group) -> Any:
+    """Start [s, b, a, d] -> [s * n, b, a / n, d]: this rank's share of the heads of all ranks' tokens, in ascending
+    order."""
+    return _start(torch.stack(x.chunk(group.size, dim=2)), group, partial(zigzag.whole, dim=0))
+
+
+def _sequence_for_heads(x: Tensor, group: Group) -> Any:
+    """Start the inverse."""
     outgoing = torch.stack([zigzag.local_part(x, rank, group.size, dim=0) for rank in range(group.size)])
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group.handle)
-    return torch.cat(incoming.unbind(), dim=2)
+    return _start(outgoing, group, partial(torch.cat, dim=2))
 
 
-class _Exchange(torch.autograd.Function):
-    """One direction in forward, the other in backward."""
+class _HeadsAndSequence(torch.autograd.Function):
+    """One direction in forward, the other in backward; what is copied locally for one tensor runs beside the transfer
+    of another."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, scatter: bool) -> Tensor:
+    def forward(ctx: Any, group: Group, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.scatter = group, scatter
-        return _heads_for_sequence(x, group) if scatter else _sequence_for_heads(x, group)
+        return _exchange_all(tensors, group, scatter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        inverse = _sequence_for_heads if ctx.scatter else _heads_for_sequence
-        return inverse(grad, ctx.group), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return None, None, *_exchange_all(grads, ctx.group, not ctx.scatter)
 
 
-def scatter_heads(x: Tensor, group: Group) -> Tensor:
-    """Local tokens and all heads -> all tokens of the group and this rank's heads. The identity on one rank."""
-    return x if group.size == 1 else _Exchange.apply(x, group, True)
+def _exchange_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
+    start = _heads_for_sequence if scatter else _sequence_for_heads
+    under_way = [start(x, group) for x in tensors]
+    return tuple(each.finish() for each in under_way)
+
+
+def scatter_heads(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
+    """Of each tensor, local tokens and all heads -> all tokens of the group and this rank's heads. The identity on one
+    rank."""
+    return tensors if group.size == 1 else _HeadsAndSequence.apply(group, True, *tensors)
 
 
 def gather_heads(x: Tensor, group: Group) -> Tensor:
-    """The inverse of :func:`scatter_heads`."""
-    return x if group.size == 1 else _Exchange.apply(x, group, False)
+    """The inverse of :func:`scatter_heads`, of one tensor."""
+    return x if group.size == 1 else _HeadsAndSequence.apply(group, False, x)[0]

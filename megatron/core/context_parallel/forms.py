@@ -180,5 +180,5 @@ class AllToAllAttention:
         dropout: WeightDropout | None = None,
     ) -> Tensor:  # fmt: skip
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
-        query, key, value = (scatter_heads(x, self.group) for x in (query, key, value))
+        query, key, value = scatter_heads((query, key, value), self.group)
         return gather_heads(self.inner(query, key, value, documents, dropout), self.group)

@@ -1,12 +1,15 @@
-"""A part of a gradient, of 16 bits, added to a sum in fp32; the last one while the sum is rounded.
+"""Parts of 16 bits added up in fp32.
 
-    out = total + part,    computed in fp32, in the dtype of ``out``, which may be ``total``
+    out = total + part,     computed in fp32, in the dtype of ``out``, which may be ``total``
+    sum_all(parts),         computed in fp32, in the dtype of the parts
 
 Torch's addition of mixed types casts element by element: its loads and stores are not wide. The kernel reads and writes
 vectors of neighbouring elements.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -49,3 +52,58 @@ def sum_parts(total: Tensor, part: Tensor, out: Tensor) -> None:
     fits = total.is_cuda and total.dtype == torch.float32 and all(x.is_contiguous() for x in (total, part, out))
     add = sum_parts_triton if triton is not None and fits and part.dtype != torch.float64 else sum_parts_reference
     add(total, part, out)
+
+
+MAX_ADDENDS = 8
+
+
+def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
+    """Plain torch, any strides and dtypes; at least in fp32."""
+    first = parts[0]
+    total = first.to(torch.promote_types(first.dtype, torch.float32), copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(first.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _sum_all_kernel(p0, p1, p2, p3, p4, p5, p6, p7, out, numel, COUNT: tl.constexpr, ELEMENTS: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+        inside = at < numel
+        total = tl.load(p0 + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(p1 + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT > 2:
+            total += tl.load(p2 + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT > 3:
+            total += tl.load(p3 + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT > 4:
+            total += tl.load(p4 + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT > 5:
+            total += tl.load(p5 + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT > 6:
+            total += tl.load(p6 + at, mask=inside, other=0.0).to(tl.float32)
+        if COUNT > 7:
+            total += tl.load(p7 + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_all_triton(parts: Sequence[Tensor]) -> Tensor:
+    """Two to eight contiguous parts of up to 32 bits."""
+    out = torch.empty_like(parts[0])
+    numel = out.numel()
+    pointers = [*parts, *[parts[0]] * (MAX_ADDENDS - len(parts))]
+    _sum_all_kernel[(triton.cdiv(numel, _ELEMENTS),)](
+        *pointers, out, numel, COUNT=len(parts), ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS
+    )
+    return out
+
+
+def sum_all(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape and dtype, added up in fp32 (fp64 where they are) in their order."""
+    first = parts[0]
+    fits = first.is_cuda and first.dtype != torch.float64 and 2 <= len(parts) <= MAX_ADDENDS
+    if triton is not None and fits and all(part.is_contiguous() for part in parts):
+        return sum_all_triton(parts)
+    return sum_all_reference(parts)

@@ -1,15 +1,20 @@
 """Hidden states and their gradients between pipeline stages: the sends and receives that a schedule implies.
 
 From one rank to another, messages travel in the order in which the sender computes them, which the receiver knows from
-the schedule; it posts its receives in that order, as early as it likes. Traffic up and down the ranks runs in two
-groups of its own (``groups.pp_up``, ``groups.pp_down``): in each, two ranks talk in one direction only, so that a
-receive which waits never stands in the way of a send. With NCCL nothing here stops the host; streams wait.
+the schedule; it posts its receives in that order, as early as it likes. On GPUs nothing here stops the host; streams
+wait. What carries a message is a wire:
+
+    ``_GroupWire``     sends and receives of torch.distributed. Traffic up and down the ranks runs in two groups of its
+                       own (``groups.pp_up``, ``groups.pp_down``): in each, two ranks talk in one direction only, so
+                       that a receive which waits never stands in the way of a send.
+    ``_MailboxWire``   copy engines, between GPUs of one host: who receives need not be there when a message comes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +32,15 @@ class TensorShape(NamedTuple):
     device: torch.device
 
 
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
 class _Lane:
     """Messages from rank ``source`` of the pipeline to rank ``target``, numbered in the sender's order."""
 
-    def __init__(self, schedule: Schedule, source: int, target: int, groups: ProcessGroups) -> None:
-        self.group: Group = groups.pp_up if target > source else groups.pp_down
-        self.source, self.target = self.group.ranks[source], self.group.ranks[target]
+    def __init__(self, schedule: Schedule, source: int, target: int) -> None:
+        self.source, self.target = source, target
         sent = (action for action in schedule.actions[source] if _goes_to(schedule, source, action, target))
         self.number: dict[Action, int] = {action: number for number, action in enumerate(sent)}
         """By the sender's action."""
@@ -41,6 +49,76 @@ class _Lane:
 def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bool:
     place = schedule.target(source, action)
     return place is not None and place.rank == target and source != target
+
+
+class _Wire(Protocol):
+    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
+        """What waits for the message, in the order of the stream. To be called in the order of numbers."""
+
+    def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
+        """Start to send; the tensor is let go once it has arrived."""
+
+    def finish(self) -> None:
+        """Wait until everything has been sent."""
+
+
+class _GroupWire:
+    def __init__(self, groups: ProcessGroups, message: TensorShape) -> None:
+        self._groups, self._message = groups, message
+        self._sending: deque[tuple[Tensor, dist.Work]] = deque()
+
+    def _group(self, lane: _Lane) -> Group:
+        return self._groups.pp_up if lane.target > lane.source else self._groups.pp_down
+
+    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
+        buffer, group = self._message.empty(), self._group(lane)
+        work = dist.irecv(buffer, group.ranks[lane.source], group=group.handle, tag=number)
+        assert work is not None
+
+        def wait() -> Tensor:
+            work.wait()
+            return buffer
+
+        return wait
+
+    def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
+        group = self._group(lane)
+        work = dist.isend(tensor, group.ranks[lane.target], group=group.handle, tag=number)
+        assert work is not None
+        self._sending.append((tensor, work))
+        while self._sending and self._sending[0][1].is_completed():
+            self._sending.popleft()
+
+    def finish(self) -> None:
+        for _, work in self._sending:
+            work.wait()
+        self._sending.clear()
+
+
+class _MailboxWire:
+    def __init__(self, engines: Any, message: TensorShape) -> None:
+        self._message = message
+        self._mailbox = engines.mailbox(message.dtype.itemsize * torch.Size(message.shape).numel())
+        self._unread: dict[_Lane, deque[int]] = {}
+        self._read: dict[tuple[_Lane, int], Tensor] = {}
+
+    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
+        self._unread.setdefault(lane, deque()).append(number)
+
+        def wait() -> Tensor:
+            while (lane, number) not in self._read:
+                received = self._message.empty()
+                self._mailbox.receive(lane.source, received)
+                self._read[lane, self._unread[lane].popleft()] = received
+            return self._read.pop((lane, number))
+
+        return wait
+
+    def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
+        self._mailbox.send(lane.target, tensor)
+
+    def finish(self) -> None:
+        """The stream that sends keeps what it needs."""
 
 
 class Messages:
@@ -53,11 +131,12 @@ class Messages:
     def __init__(self, schedule: Schedule, groups: ProcessGroups, message: TensorShape) -> None:
         self.schedule, self.rank, self.message = schedule, groups.pp.rank, message
         neighbours = {(self.rank - 1) % groups.pp.size, (self.rank + 1) % groups.pp.size} - {self.rank}
-        self._inbound = {peer: _Lane(schedule, peer, self.rank, groups) for peer in neighbours}
-        self._outbound = {peer: _Lane(schedule, self.rank, peer, groups) for peer in neighbours}
+        self._inbound = {peer: _Lane(schedule, peer, self.rank) for peer in neighbours}
+        self._outbound = {peer: _Lane(schedule, self.rank, peer) for peer in neighbours}
         self._expected = {peer: deque(lane.number) for peer, lane in self._inbound.items()}
-        self._posted: dict[Place, tuple[Tensor, dist.Work]] = {}
-        self._sending: deque[tuple[Tensor, dist.Work]] = deque()
+        engines = groups.pp.engines
+        self._wire: _Wire = _GroupWire(groups, message) if engines is None else _MailboxWire(engines, message)
+        self._posted: dict[Place, Callable[[], Tensor]] = {}
         self._at_home: dict[Place, Tensor] = {}
         """Between chunks of the same rank."""
 
@@ -69,10 +148,7 @@ class Messages:
         lane, expected = self._inbound[place.rank], self._expected[place.rank]
         while place not in self._posted:
             sent = expected.popleft()
-            buffer = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.message.device)
-            work = dist.irecv(buffer, lane.source, group=lane.group.handle, tag=lane.number[sent])
-            assert work is not None
-            self._posted[Place(place.rank, sent)] = (buffer, work)
+            self._posted[Place(place.rank, sent)] = self._wire.start_receive(lane, lane.number[sent])
 
     def receive(self, action: Action) -> Tensor | None:
         """The input of ``action``; None where it has none."""
@@ -82,12 +158,10 @@ class Messages:
         if place.rank == self.rank:
             return self._at_home.pop(place)
         self.post(action)
-        buffer, work = self._posted.pop(place)
-        work.wait()
-        return buffer
+        return self._posted.pop(place)()
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send the result of ``action`` to whoever needs it; the tensor is let go once it has arrived."""
+        """Start to send the result of ``action`` to whoever needs it."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return
@@ -100,16 +174,10 @@ class Messages:
                 f"{tuple(self.message.shape)} {self.message.dtype}: all micro-batches must have seq_length x "
                 "micro_batch_size tokens, and config.pipeline_dtype must be the dtype of the hidden states"
             )
-        lane, tensor = self._outbound[place.rank], tensor.detach().contiguous()
-        work = dist.isend(tensor, lane.target, group=lane.group.handle, tag=lane.number[action])
-        assert work is not None
-        self._sending.append((tensor, work))
-        while self._sending and self._sending[0][1].is_completed():
-            self._sending.popleft()
+        lane = self._outbound[place.rank]
+        self._wire.send(lane, lane.number[action], tensor.detach().contiguous())
 
     def finish(self) -> None:
         """Wait until everything has been sent. Whatever was announced must have been received."""
-        for _, work in self._sending:
-            work.wait()
-        self._sending.clear()
+        self._wire.finish()
         assert not self._posted and not any(self._expected.values()), "messages that no action asked for"

@@ -12,12 +12,13 @@ backward pass, runs while the conjugate collective is under way in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.fusions.sum_parts import sum_all
 from megatron.core.process_groups import Group
 
 
@@ -34,17 +35,27 @@ class _Collective:
         return self.result
 
 
-Start = Callable[[Tensor, Group], _Collective]
+class UnderWay(Protocol):
+    """What was started; also ``copy_engines.Transfer``."""
+
+    def finish(self) -> Tensor: ...
 
 
-def _all_gather(x: Tensor, group: Group) -> _Collective:
+Start = Callable[[Tensor, Group], UnderWay]
+
+
+def _all_gather(x: Tensor, group: Group) -> UnderWay:
+    if group.engines is not None:
+        return group.engines.all_gather(x)
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
     return _Collective(dist.all_gather_into_tensor, whole, x.contiguous(), group)
 
 
-def _reduce_scatter(x: Tensor, group: Group) -> _Collective:
+def _reduce_scatter(x: Tensor, group: Group) -> UnderWay:
     if x.shape[0] % group.size:
         raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
+    if group.engines is not None:
+        return group.engines.exchange(x.contiguous().chunk(group.size), sum_all)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     return _Collective(dist.reduce_scatter_tensor, part, x.contiguous(), group)
 
@@ -54,7 +65,7 @@ class InFlight:
 
     def __init__(self, x: Tensor, group: Group, forward: Start, backward: Start) -> None:
         self.group, self.forward, self.backward = group, forward, backward
-        self.under_way: _Collective | None = None
+        self.under_way: UnderWay | None = None
         self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
@@ -63,7 +74,7 @@ class InFlight:
         started, self._started = self._started, None
         return _End.apply(started, self)
 
-    def take(self) -> _Collective:
+    def take(self) -> UnderWay:
         """What is under way, which is then forgotten here."""
         under_way, self.under_way = self.under_way, None
         assert under_way is not None, "waited for twice"
@@ -75,7 +86,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, flight: InFlight) -> Tensor:
         ctx.flight = flight
         flight.under_way = flight.forward(x, flight.group)
-        return flight.under_way.result
+        return _stand_in(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -86,14 +97,18 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, flight: InFlight) -> Tensor:
         ctx.flight = flight
-        result = flight.take().finish()
-        return result.view_as(result)
+        return flight.take().finish()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         flight = ctx.flight
         flight.under_way = flight.backward(grad, flight.group)
-        return grad, None  # stands in for the result, which _Begin takes from the flight
+        return _stand_in(grad), None
+
+
+def _stand_in(like: Tensor) -> Tensor:
+    """What goes from the one node to the other while the result is under way in the flight."""
+    return like.new_empty(())
 
 
 def start_all_gather(x: Tensor, group: Group) -> InFlight:
