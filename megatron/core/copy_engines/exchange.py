@@ -105,15 +105,17 @@ class CopyEngines:
         whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         num_bytes, source, target = x.nbytes, x.data_ptr(), whole.data_ptr()
         slot = self._gathers.begin(num_bytes)
+        # a copy within the GPU takes multiprocessors: on a stream of its own it would wait for a product to end
+        here = slot.window.here()
+        slot.wait_until_free(here, self._others)
+        here.copy(slot.address(self.rank), source, num_bytes)
+        here.copy(target + self.rank * num_bytes, source, num_bytes)
         queue = slot.window.beside()
-        slot.wait_until_free(queue, self._others)
-        queue.copy(slot.address(self.rank), source, num_bytes)
         slot.announce(queue, self._others)
         for peer in self._others:
             slot.wait_for_arrival(queue, [peer])
             queue.copy(target + peer * num_bytes, slot.address(peer), num_bytes)
             slot.set_free(queue, [peer])
-        queue.copy(target + self.rank * num_bytes, source, num_bytes)
         done = slot.window.mark()
 
         def finish() -> Tensor:

@@ -287,14 +287,22 @@ class VocabParallelEmbedding(nn.Module):
         return look_up(self.weight, ids, None, self.traits, self._add_rows)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:
+        return reduce_from_tensor_model_parallel_region(self._local_vectors(ids), self.group)
+
+    def _local_vectors(self, ids: Tensor) -> Tensor:
+        """Zeros for what other ranks hold."""
         local = ids - self.group.rank * self.weight.shape[0]
         absent = (local < 0) | (local >= self.num_local)
-        vectors = look_up(self.weight, local, absent, self.traits, self._add_rows)
-        return reduce_from_tensor_model_parallel_region(vectors, self.group)
+        return look_up(self.weight, local, absent, self.traits, self._add_rows)
 
     def forward(self, ids: Tensor) -> Tensor:
         check_ids(ids, self.num_embeddings, "token ids")
         return self._look_up(ids)
+
+    def scattered(self, ids: Tensor) -> Tensor:
+        """Of ids [s, b], this rank's positions [s / tp, b, h]: sums are scattered at once (sequence parallelism)."""
+        check_ids(ids, self.num_embeddings, "token ids")
+        return reduce_scatter_to_sequence_parallel_region(self._local_vectors(ids), self.group)
 
 
 class VocabParallelOutput(nn.Module):

@@ -58,10 +58,12 @@ class LanguageModelEmbedding(nn.Module):
         self.sequence_parallel = config.sequence_parallel and groups.tp.size > 1
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None) -> Tensor:
-        embeddings = self.word_embeddings(input_ids)
+        ids_sb = input_ids.t()  # of ids, not of vectors
+        if self.sequence_parallel and self.position_embeddings is None:
+            return self.embedding_dropout(self.word_embeddings.scattered(ids_sb), dropout)
+        embeddings = self.word_embeddings(ids_sb)
         if self.position_embeddings is not None:
-            embeddings = embeddings + self.position_embeddings(position_ids)
-        embeddings_sbh = embeddings.transpose(0, 1).contiguous()
+            embeddings = embeddings + self.position_embeddings(position_ids.t())
         if self.sequence_parallel:
-            embeddings_sbh = scatter_to_sequence_parallel_region(embeddings_sbh, self.group)
-        return self.embedding_dropout(embeddings_sbh, dropout)
+            embeddings = scatter_to_sequence_parallel_region(embeddings, self.group)
+        return self.embedding_dropout(embeddings, dropout)
