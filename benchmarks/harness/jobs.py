@@ -161,8 +161,9 @@ def run_job(name: str, settings: Settings, *, traced: bool) -> dict[str, Any]:
 
 
 def steady(timing: Sequence[dict[str, Any]], warmup: int, last: int) -> dict[str, Any]:
-    """Medians over the iterations after ``warmup`` up to ``last``."""
-    own = [record for record in timing if warmup < record["iteration"] <= last]
+    """Medians over the records of iterations after ``warmup`` up to ``last``."""
+    starts = [0, *(record["iteration"] for record in timing)]
+    own = [record for start, record in zip(starts, timing) if warmup <= start and record["iteration"] <= last]
     if not own:
         return {"error": f"no iteration is measured: {warmup} of warm-up, {last} before the profile"}
     seconds = [record["seconds_per_iteration"] for record in own]

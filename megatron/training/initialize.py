@@ -81,6 +81,17 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def set_cuda_defaults() -> None:
+    """What must be settled before CUDA starts; the user's own environment wins.
+
+    Streams that wait for a peer share no queue with others (CUDA's default is 8 queues), and the allocator maps memory
+    into segments that grow, so that sizes which change, as those of recomputed layers do, leave no holes.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    if "PYTORCH_ALLOC_CONF" not in os.environ and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> None:
     """torch.distributed over --distributed-backend, where torchrun started this process and nobody has yet.
 
@@ -99,8 +110,7 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
     """Devices, process groups and seeds for a resolved configuration; returns this rank's groups."""
     if cfg.deterministic_mode:
         make_deterministic()
-    # streams that wait for a peer should share no queue with others; CUDA's default is 8
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    set_cuda_defaults()
     device = training_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
