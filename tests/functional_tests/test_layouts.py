@@ -11,9 +11,12 @@ import pytest
 from tests.test_utils.layout_table import TABLE, row
 
 
-def carried_by_copy_engines(layout):
-    """Whether something of a layout would go through them; of many pipelines a few."""
-    return any(part in layout for part in ("--tp-comm-overlap", "--cp-comm-type", "zero-bubble", "virtual-pipeline"))
+THROUGH_COPY_ENGINES = [
+    name for name in TABLE
+    if any(part in row(name).layout for part in ("--tp-comm-overlap", "--cp-comm-type", "zero-bubble", "virtual-stages"))
+    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp4", "pp4-untied", "recompute-modules")
+]  # fmt: skip
+"""Everything that they carry: collectives of sequence parallelism, rings, all-to-alls, messages between stages."""
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -22,7 +25,7 @@ def test_layout_equals_one_rank(matrix, name):
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))
 
 
-@pytest.mark.parametrize("name", [name for name in TABLE if carried_by_copy_engines(row(name).layout)])
+@pytest.mark.parametrize("name", THROUGH_COPY_ENGINES)
 def test_layout_equals_one_rank_through_copy_engines(matrix, name):
     verdict = matrix.verdict(row(name), "through_copy_engines")
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))

@@ -53,7 +53,7 @@ class _ByMailbox:
 
 def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchange:
     """Start sending ``x`` (contiguous) to the next rank of ``group`` and receiving as much from the previous one."""
-    if group.engines is not None:
+    if group.engines is not None and group.engines.carries(x.nbytes):
         return _ByMailbox(x, group, tag)
     received = torch.empty_like(x)
     following, previous = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
@@ -79,7 +79,7 @@ class _Exchange:
 
 
 def _start(outgoing: Tensor, group: Group, arrange: Arrange) -> Any:
-    if group.engines is not None:
+    if group.engines is not None and group.engines.carries(outgoing.nbytes // group.size):
         return group.engines.exchange(outgoing.unbind(), arrange)
     return _Exchange(outgoing, group, arrange)
 

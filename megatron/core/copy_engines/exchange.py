@@ -20,6 +20,8 @@ from torch import Tensor
 from megatron.core.copy_engines.mailbox import Mailbox
 from megatron.core.copy_engines.window import SLOTS, OpenWindow, Queue, Window
 
+LEAST_BYTES = 1 << 20
+"""Below this what a transfer costs the host, some ten calls, outweighs its bytes."""
 Consume = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -86,12 +88,16 @@ class _Slot:
 class CopyEngines:
     """Transfers of one group, as seen by its rank ``rank``."""
 
-    def __init__(self, rank: int, size: int, open_window: OpenWindow) -> None:
-        self.rank, self.size, self._open_window = rank, size, open_window
+    def __init__(self, rank: int, size: int, open_window: OpenWindow, least_bytes: int = LEAST_BYTES) -> None:
+        self.rank, self.size, self._open_window, self._least_bytes = rank, size, open_window, least_bytes
         self._others = [(rank + step) % size for step in range(1, size)]
         """Nearest first: no two ranks turn to the same peer at a time."""
         self._gathers, self._exchanges = (_Slots(rank, size, open_window) for _ in range(2))
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
+
+    def carries(self, num_bytes: int) -> bool:
+        """Whether a message of so many bytes from rank to rank is worth it."""
+        return num_bytes >= self._least_bytes
 
     def mailbox(self, num_bytes: int, tag: int = 0) -> Mailbox:
         """The one for messages of this size and kind; all ranks ask for it together."""

@@ -12,52 +12,15 @@ backward pass, runs while the conjugate collective is under way in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.fusions.sum_parts import sum_all
 from megatron.core.process_groups import Group
-
-
-class _Collective:
-    """One collective under way. What it reads and writes must outlive it."""
-
-    def __init__(self, start: Callable[..., Any], result: Tensor, source: Tensor, group: Group) -> None:
-        self.result, self._source = result, source
-        self._work = start(result, source, group=group.handle, async_op=True)
-
-    def finish(self) -> Tensor:
-        """The result, complete (on CUDA: in stream order)."""
-        self._work.wait()
-        return self.result
-
-
-class UnderWay(Protocol):
-    """What was started; also ``copy_engines.Transfer``."""
-
-    def finish(self) -> Tensor: ...
-
+from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
 
 Start = Callable[[Tensor, Group], UnderWay]
-
-
-def _all_gather(x: Tensor, group: Group) -> UnderWay:
-    if group.engines is not None:
-        return group.engines.all_gather(x)
-    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return _Collective(dist.all_gather_into_tensor, whole, x.contiguous(), group)
-
-
-def _reduce_scatter(x: Tensor, group: Group) -> UnderWay:
-    if x.shape[0] % group.size:
-        raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
-    if group.engines is not None:
-        return group.engines.exchange(x.contiguous().chunk(group.size), sum_all)
-    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return _Collective(dist.reduce_scatter_tensor, part, x.contiguous(), group)
 
 
 class InFlight:
@@ -113,9 +76,9 @@ def _stand_in(like: Tensor) -> Tensor:
 
 def start_all_gather(x: Tensor, group: Group) -> InFlight:
     """[s / n, ...] of every rank -> [s, ...]."""
-    return InFlight(x, group, _all_gather, _reduce_scatter)
+    return InFlight(x, group, begin_all_gather, begin_reduce_scatter)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> InFlight:
     """Partial sums [s, ...] of every rank -> this rank's [s / n, ...] of the sum."""
-    return InFlight(x, group, _reduce_scatter, _all_gather)
+    return InFlight(x, group, begin_reduce_scatter, begin_all_gather)

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
 from megatron.core.process_groups import SINGLE_PROCESS, Group
-from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
+from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
 
 
 class WeightGradientStore:
@@ -127,7 +127,7 @@ class _ParallelLinear(torch.autograd.Function):
         ctx.traits, ctx.store = traits, store
         # recomputation gives back saved tensors as mere copies; of the bias only where its gradient goes matters
         ctx.weight, ctx.bias = weight, bias
-        return F.linear(all_gather_along_first_dim(x, traits.group) if traits.gather_input else x, weight, bias)
+        return F.linear(begin_all_gather(x, traits.group).finish() if traits.gather_input else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -135,49 +135,42 @@ class _ParallelLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
-        grad_x = whole_x = grad_weight = None
-        wait_for_x: Callable[[], object] = _nothing
-        wait_for_sum: Callable[[], object] = _nothing
+        grad_weight = None
+        gathering: UnderWay | None = None
+        finish_grad_x: Callable[[], Tensor | None] = _nothing
         if traits.gather_input and needs_weight and store is None:
-            whole_x, wait_for_x = _start_all_gather(x, traits.group)
+            gathering = begin_all_gather(x, traits.group)
         if needs[0]:
-            grad_x, wait_for_sum = _start_input_gradient(grad, weight, traits)
+            finish_grad_x = start_sum_of_input_gradient(grad.matmul(weight), traits)
         if store is not None:
             parameter = ctx.weight
             store.put(lambda: _complete(parameter, grad, x, traits))
         elif needs_weight:
-            wait_for_x()
-            grad_weight = _weight_gradient(ctx.weight, grad, x if whole_x is None else whole_x, traits)
+            whole_x = x if gathering is None else gathering.finish()
+            grad_weight = _weight_gradient(ctx.weight, grad, whole_x, traits)
         grad_bias = _bias_gradient(ctx.bias, grad, traits) if needs_bias else None
-        wait_for_sum()
+        grad_x = finish_grad_x()
         arrivals = (arrival_gradient(grad) if needed else None for needed in needs[5:7])
         return grad_x, grad_weight, grad_bias, None, None, *arrivals
 
 
 def _nothing() -> None:
-    """What there is to wait for without a collective."""
+    """The gradient of an input that needs none."""
 
 
-def _start_all_gather(x: Tensor, group: Group) -> tuple[Tensor, Callable[[], object]]:
-    whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    work = dist.all_gather_into_tensor(whole, x.contiguous(), group=group.handle, async_op=True)
-    return whole, work.wait
-
-
-def _start_input_gradient(grad: Tensor, weight: Tensor, traits: LinearTraits) -> tuple[Tensor, Callable[[], object]]:
-    """dX, complete once the returned function was called."""
-    return start_sum_of_input_gradient(grad.matmul(weight), traits)
-
-
-def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> tuple[Tensor, Callable[[], object]]:
-    """Of this rank's share of dX, all ranks' sum (of its positions), complete once the returned function was called."""
+def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> Callable[[], Tensor]:
+    """Of this rank's share of dX, what finishes all ranks' sum (of its positions)."""
     if traits.gather_input:
-        part = grad_x.new_empty((grad_x.shape[0] // traits.group.size, *grad_x.shape[1:]))
-        work = dist.reduce_scatter_tensor(part, grad_x, group=traits.group.handle, async_op=True)
-        return part, lambda: (work.wait(), grad_x)  # the input must outlive the collective
-    if traits.reduce_input_gradient and traits.group.size > 1:
-        return grad_x, dist.all_reduce(grad_x, group=traits.group.handle, async_op=True).wait
-    return grad_x, _nothing
+        return begin_reduce_scatter(grad_x, traits.group).finish
+    if not traits.reduce_input_gradient or traits.group.size == 1:
+        return lambda: grad_x
+    work = dist.all_reduce(grad_x, group=traits.group.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return grad_x
+
+    return finish
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
@@ -232,5 +225,5 @@ def complete_later(weight: Tensor, grad: Tensor | None) -> None:
 @torch.no_grad()
 def _complete(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> None:
     """The deferred part of a backward pass."""
-    whole_x = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
+    whole_x = begin_all_gather(x, traits.group).finish() if traits.gather_input else x
     complete_later(weight, _weight_gradient(weight, grad, whole_x, traits))

@@ -106,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x_th = _whole_input(x, traits)
         grad_x = torch.empty_like(x_th) if needs_x else None
         total = _gradient_sum(ctx.weight, traits) if needs_weight else None
-        finish: Callable[[], object] | None = None
+        finish: Callable[[], Tensor] | None = None
         grad_t = grad_loss.contiguous()
         for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens):
             softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
@@ -114,8 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
                 if chunk.stop >= len(x_th):  # behind the last product of dW
-                    whole = grad_x.view(-1, *x.shape[1:])
-                    grad_x, finish = start_sum_of_input_gradient(whole, traits)
+                    finish = start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])
             del logits  # the memory of chunks is free before that of the weight's gradient is taken
@@ -123,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if total is not None:
             grad_weight = _hand_over(total, ctx.weight, traits, store)
         if finish is not None:
-            finish()
+            grad_x = finish()
         return grad_x, grad_weight, None, None, None, None, arrival_gradient(grad_loss) if needs_arrival else None
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.process_groups import Group
+from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
 
 Collective = Callable[[Tensor, Group], Tensor]
 
@@ -51,17 +52,11 @@ def split_along_first_dim(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    result = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    dist.all_gather_into_tensor(result, x.contiguous(), group=group.handle)
-    return result
+    return begin_all_gather(x, group).finish()
 
 
 def reduce_scatter_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    if x.shape[0] % group.size:
-        raise ValueError(f"sequence length {x.shape[0]} is not divisible by the {group.name} size {group.size}")
-    result = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    dist.reduce_scatter_tensor(result, x.contiguous(), group=group.handle)
-    return result
+    return begin_reduce_scatter(x, group).finish()
 
 
 class _Conjugate(torch.autograd.Function):
