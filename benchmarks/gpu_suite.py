@@ -69,8 +69,8 @@ def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
 ROW_ORDER = (
     "one", "one-s4096", "gpt-345m", "gpt-345m+cuda-graph", "one+te", "one+no-fusions", "one+ce-chunks",
     "one+precision-aware", "one+recompute-norms", "one+cudnn", "one+deterministic", "dp4", "tp4-sp-overlap",
-    "pp4-zero-bubble", "cp4-s32768", "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp", "dp4-no-overlap", "dp2-tp2",
-    "dp2-pp2", "tp2-pp2",
+    "pp4-zero-bubble", "pp4-zero-bubble-h2", "cp4-s32768", "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp",
+    "dp4-no-overlap", "dp2-tp2", "dp2-pp2", "tp2-pp2",
 )  # fmt: skip
 
 

@@ -78,6 +78,7 @@ ROWS: dict[str, Row] = {
         2, 16, 8192, 16, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", micro_batch=2,
         iters=8, seconds=75,
     ),
+    "pp4-zero-bubble-h2": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble-h2", iters=8, seconds=130),
     "pp2-zero-bubble": Row(
         2, 16, 8192, 16, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", iters=8, seconds=75
     ),

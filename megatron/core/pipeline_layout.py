@@ -51,9 +51,12 @@ class PipelineConfig:
     repetition, such as Et*3|(tt|)*29,m|L. A layer may be cut: a is its attention half, f its feed-forward half, such as
     Etta|ftL."""
 
-    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble"] | None = flag("--pipeline-schedule")
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-h2"] | None = flag(
+        "--pipeline-schedule"
+    )
     """Order of forward and backward passes; default: interleaved with virtual stages, else 1f1b. zero-bubble computes
-    weight gradients apart from input gradients and fills waiting time with them."""
+    weight gradients apart from input gradients and fills waiting time with them; zero-bubble-h2 waits less still, with
+    up to twice as many micro-batches in memory."""
 
 
 PipelineShape = Any

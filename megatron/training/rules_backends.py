@@ -46,7 +46,7 @@ def transformer_engine_does_all_that_is_asked(cfg: PretrainConfig) -> Problems:
     }.items():
         if getattr(cfg, field):
             yield problem(cfg, field, f"{reason}; not with {_impl(cfg)}", f"leave it out, or {_LOCAL}")
-    if cfg.pipeline_schedule == "zero-bubble":
+    if cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"):
         reason = f"puts off weight gradients, which only built-in layers do; not with {_impl(cfg)}"
         yield problem(cfg, "pipeline_schedule", reason, f"1f1b or interleaved, or {_LOCAL}")
     groups, tp = cfg.num_query_groups, cfg.tensor_model_parallel_size

@@ -98,13 +98,13 @@ def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
         chunks = virtual_pipeline_size(cfg)
     except (ValueError, TypeError):
         return  # another rule says what is wrong
-    if cfg.pipeline_schedule == "1f1b" and chunks > 1:
-        fix = "--pipeline-schedule interleaved, or leave it out"
+    if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
+        fix = "interleaved or zero-bubble instead, or leave it out"
         yield problem(cfg, "pipeline_schedule", f"takes one chunk per rank, not {chunks}", fix)
     if cfg.pipeline_schedule == "interleaved" and chunks == 1:
         fix = "--num-virtual-stages-per-pipeline-rank 2"
         yield problem(cfg, "pipeline_schedule", "needs several chunks per rank", fix)
-    if cfg.delay_wgrad_compute and cfg.pipeline_schedule not in (None, "zero-bubble"):
+    if cfg.delay_wgrad_compute and cfg.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
         yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {cfg.pipeline_schedule}")
     yield from _group_size_fits(cfg, chunks)
 

@@ -8,14 +8,7 @@ in float64 and 1e-5 in float32; initial weights and copies of a weight agree to 
 
 import pytest
 
-from tests.test_utils.layout_table import TABLE, row
-
-THROUGH_COPY_ENGINES = [
-    name for name in TABLE
-    if any(part in row(name).layout for part in ("--tp-comm-overlap", "--cp-comm", "zero-bubble", "virtual-stages"))
-    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp4", "pp4-untied", "recompute-modules")
-]  # fmt: skip
-"""Everything that they carry: collectives of sequence parallelism, rings, all-to-alls, messages between stages."""
+from tests.test_utils.layout_table import TABLE, THROUGH_COPY_ENGINES, row
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tests.test_utils.layout_table import TABLE, row
+from tests.test_utils.layout_table import TABLE, THROUGH_COPY_ENGINES, row
 from tests.test_utils.layouts import Matrix
 
 STEPS = 4
@@ -23,10 +23,22 @@ def gpu_matrix(nccl_pool):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS.values(), ids=LAYOUTS)
 def test_layout_equals_one_gpu(gpu_matrix, name):
+    check(gpu_matrix, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in LAYOUTS.values() if name in THROUGH_COPY_ENGINES])
+def test_layout_equals_one_gpu_however_small_its_messages(gpu_matrix, name):
+    """Which copy engines would leave to NCCL otherwise."""
+    check(gpu_matrix, name, "small_messages_through_copy_engines")
+
+
+def check(gpu_matrix, name, fault=None):
     import torch
 
     layout = dataclasses.replace(row(name), steps=STEPS)
     if torch.cuda.device_count() < layout.world_size:
         pytest.skip(f"needs {layout.world_size} GPUs")
-    verdict = gpu_matrix.verdict(layout)
+    verdict = gpu_matrix.verdict(layout, fault)
     assert verdict.equal, "\n".join(map(str, verdict.differences[:5]))

@@ -20,8 +20,12 @@ def two_gpus():
         pytest.skip("needs two GPUs")
 
 
-def nccl(what, rank=1):
-    return Fault(what, rank, interpreter=True, device="cuda", timeout=10.0)
+PIPELINE = "--pipeline-model-parallel-size 2 --global-batch-size 4"
+"""Stages wait in their streams for words that the other one writes, and not in kernels."""
+
+
+def nccl(what, rank=1, layout=""):
+    return Fault(what, rank, interpreter=True, device="cuda", timeout=10.0, layout=layout)
 
 
 FAULTS = {
@@ -37,6 +41,9 @@ FAULTS = {
     nccl("hangs in evaluation"): "waiting for evaluation data: no progress for",
     nccl("holds the interpreter"): "is stopped, locked or out of reach",
     nccl("is stopped"): "is stopped, locked or out of reach",
+    nccl("raises", layout=PIPELINE): "iteration 2, waiting for data: ZeroDivisionError",
+    nccl("is killed", layout=PIPELINE): "its process",
+    nccl("hangs in data loading", layout=PIPELINE): "iteration 2, waiting for data: no progress for",
 }
 
 

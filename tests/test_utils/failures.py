@@ -44,16 +44,19 @@ class Fault:
     """--watchdog-timeout-seconds."""
     collective_minutes: float = 10.0
     """--distributed-timeout-minutes."""
+    layout: str = ""
+    """Further flags."""
 
     def __str__(self):
         where = "" if self.launcher == "torchrun" else f" ({self.launcher})"
+        where += " pipeline" if self.layout else ""
         only = "" if len(self.ranks) == RANKS else f" only {self.ranks[0]}"
         return f"rank {self.rank} {self.what}{only}{where}".replace(" ", "-")
 
     @property
     def flags(self):
         return ["--mock-data", "--watchdog-timeout-seconds", str(self.timeout), "--save-interval", "5",
-                "--eval-interval", "4"]  # fmt: skip
+                "--eval-interval", "4", *self.layout.split()]  # fmt: skip
 
 
 @dataclass

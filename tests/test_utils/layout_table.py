@@ -134,6 +134,8 @@ PIPELINE = {
     "pp2-layers-per-stage": ("gpt2", f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2),
     "pp2-zero-bubble": ("gpt2", f"{PP2} {ZB}", 2),
     "pp4-zero-bubble": ("untied", f"{PP4} {ZB}", 4),
+    "pp2-zero-bubble-h2": ("gpt2", f"--micro-batch-size 1 --pipeline-model-parallel-size 2 {ZB}-h2", 2),
+    "pp4-zero-bubble-h2": ("untied", f"--micro-batch-size 1 --pipeline-model-parallel-size 4 {ZB}-h2", 4),
     "pp2-delayed-weights": ("llama", f"{PP2} --delay-wgrad-compute", 2),
     "pp2-uneven": ("deep", PP2, 2),
     "pp4-uneven": ("deep", PP4, 4),
@@ -240,3 +242,11 @@ def row(name):
     if "--num-layers" not in flags:
         flags += f" --num-layers {4 if '--pipeline-model-parallel-size' in layout else 2}"
     return Layout(flags, layout, *rest)
+
+
+THROUGH_COPY_ENGINES = [
+    name for name in TABLE
+    if any(part in row(name).layout for part in ("--tp-comm-overlap", "--cp-comm", "zero-bubble", "virtual-stages"))
+    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp4", "pp4-untied", "recompute-modules")
+]  # fmt: skip
+"""Everything that they carry: collectives of sequence parallelism, rings, all-to-alls, messages between stages."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward, without_pipeline
-from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
+from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, zero_bubble_h2
 
 
 def choose_schedule(
@@ -18,6 +18,8 @@ def choose_schedule(
     """
     if name == "zero-bubble":
         return zero_bubble(num_ranks, num_microbatches, num_chunks, group_size)
+    if name == "zero-bubble-h2" and num_chunks == 1:
+        return zero_bubble_h2(num_ranks, num_microbatches)
     if num_chunks > 1 and name in (None, "interleaved"):
         return interleaved(num_ranks, num_chunks, num_microbatches, group_size)
     if num_chunks == 1 and name in (None, "1f1b"):

@@ -11,14 +11,16 @@ def without_pipeline(num_microbatches: int) -> Schedule:
     return Schedule("without pipeline", 1, num_microbatches, (actions,))
 
 
-def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
+def one_forward_one_backward(num_ranks: int, num_microbatches: int, ahead: int = 1) -> Schedule:
     """1F1B: rank r runs P - 1 - r forwards ahead, then forward and backward in turns, then the backwards that remain.
 
-    At most P - r micro-batches are in flight on rank r; the bubble is (P - 1) / (M + P - 1) of the time.
+    At most P - r micro-batches are in flight on rank r; the bubble is (P - 1) / (M + P - 1) of the time. ``ahead``
+    times as many forwards ahead change nothing about the time by themselves.
     """
     return Schedule(
-        "1f1b", 1, num_microbatches, tuple(_one_rank(num_ranks - 1 - r, num_microbatches) for r in range(num_ranks))
-    )
+        "1f1b", 1, num_microbatches,
+        tuple(_one_rank(ahead * (num_ranks - 1 - r), num_microbatches) for r in range(num_ranks)),
+    )  # fmt: skip
 
 
 def _one_rank(ahead: int, num_microbatches: int) -> tuple[Action, ...]:

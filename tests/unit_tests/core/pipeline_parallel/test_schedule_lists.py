@@ -8,7 +8,7 @@ from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import group_sizes, interleaved
 from megatron.core.pipeline_parallel.schedule_plain import forward_only, one_forward_one_backward, without_pipeline
-from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
+from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, zero_bubble_h2
 from megatron.core.pipeline_parallel.simulate import (
     DeadlockError,
     check_complete,
@@ -80,6 +80,18 @@ def test_bubbles_are_those_of_the_papers(ranks, microbatches):
     assert max(peak_activations(both)) == max(peak_activations(interleaved(ranks, 2, microbatches)))
     bubble = simulate(one_forward_one_backward(ranks, microbatches), costs).bubble
     assert bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 1), (2, 4), (4, 3), (4, 8), (4, 16), (8, 32)])
+def test_twice_as_many_forwards_ahead_wait_for_the_first_forward_only(ranks, microbatches):
+    """Also where backward of the input takes longer than forward, as with attention."""
+    schedule = zero_bubble_h2(ranks, microbatches)
+    check(schedule)
+    assert max(peak_activations(schedule)) <= 2 * ranks - 1
+    if microbatches >= 2 * ranks:
+        assert simulate(schedule, unit_costs(1.0, 2.0, 1.0)).duration == 3 * microbatches + ranks - 1
+        uneven = unit_costs(1.0, 2.2, 0.8)
+        assert simulate(schedule, uneven).duration < simulate(zero_bubble(ranks, microbatches), uneven).duration
 
 
 def test_more_chunks_with_split_weight_gradients_wait_least():
