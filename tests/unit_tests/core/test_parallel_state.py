@@ -111,4 +111,4 @@ def test_importing_parallel_state_pulls_in_little():
         "print(len([m for m in sys.modules if m.split('.')[0] == 'megatron']))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(result.stdout) <= 10
+    assert int(result.stdout) <= 12
