@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.fusions import sum_parts as module
-from megatron.core.fusions.sum_parts import sum_parts, sum_parts_reference
+from megatron.core.fusions.sum_parts import sum_all, sum_parts, sum_parts_reference
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -40,6 +40,30 @@ def test_strides_and_double_precision_are_served(dtype, device):
     expected = total + part
     sum_parts(total, part, total)
     assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
+def test_all_parts_are_added_in_fp32_in_their_order(count, dtype, device):
+    if module.triton is None or (device == "cpu" and torch.cuda.is_available()):
+        pytest.skip("the interpreter runs where there is Triton and no GPU")
+    torch.manual_seed(count)
+    parts = [torch.randn(7, 1, 333, device=device).to(dtype) for _ in range(count)]
+    tolerance = 2**-7 if dtype == torch.bfloat16 and device == "cpu" else 0.0
+    torch.testing.assert_close(
+        module.sum_all_triton(parts), module.sum_all_reference(parts), rtol=tolerance, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_any_number_of_parts_and_double_precision_are_served(count, dtype):
+    parts = list(torch.randn(count, 5, 6).to(dtype).transpose(1, 2))
+    kept = [part.clone() for part in parts]
+    expected = torch.stack(parts).double().sum(0)
+    torch.testing.assert_close(sum_all(parts).double(), expected, rtol=2**-8, atol=1e-12)
+    assert all(torch.equal(part, before) for part, before in zip(parts, kept))
 
 
 @pytest.mark.gpu

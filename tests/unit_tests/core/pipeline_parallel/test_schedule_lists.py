@@ -88,7 +88,7 @@ def test_twice_as_many_forwards_ahead_wait_for_the_first_forward_only(ranks, mic
     schedule = zero_bubble_h2(ranks, microbatches)
     check(schedule)
     assert max(peak_activations(schedule)) <= 2 * ranks - 1
-    if microbatches >= 2 * ranks:
+    if microbatches >= 2 * ranks > 2:
         assert simulate(schedule, unit_costs(1.0, 2.0, 1.0)).duration == 3 * microbatches + ranks - 1
         uneven = unit_costs(1.0, 2.2, 0.8)
         assert simulate(schedule, uneven).duration < simulate(zero_bubble(ranks, microbatches), uneven).duration
