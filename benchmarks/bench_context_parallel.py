@@ -5,9 +5,8 @@
 
 One layer's attention in the shape of LLaMA-3-8B: 32 heads, 8 key-value groups of 128 channels, bf16. TFLOP/s per GPU
 counts the causal mask as half. The exposed communication of a form is its time less the time of the same work with each
-transfer replaced by a local copy. Messages go through copy engines where they work, and through NCCL in rows of their
-own. ``one rank`` is a quarter of the batch's work on one GPU: whole-sequence attention of as many FLOPs per GPU. Every
-form is first compared with one rank. Writes benchmarks/results/context_parallel.json.
+transfer replaced by a local copy. ``one rank`` is a quarter of the batch's work on one GPU: whole-sequence attention of
+as many FLOPs per GPU. Every form is first compared with one rank. Writes benchmarks/results/context_parallel.json.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,12 +126,6 @@ def local_copies() -> Iterator[None]:
         yield
 
 
-def over_group(groups: ProcessGroups) -> ProcessGroups:
-    """The same without copy engines."""
-    plain = {name: replace(getattr(groups, name), engines=None) for name in ("cp", "cp_a2a", "cp_p2p")}
-    return replace(groups, **plain)
-
-
 def largest_error(shape: Shape, form: str, groups: ProcessGroups, device: torch.device) -> float:
     """Largest relative difference (norms) of outputs and gradients from one rank's."""
     size, rank = groups.cp.size, groups.cp.rank
@@ -149,14 +142,13 @@ def measure(shape: Shape, form: str, groups: ProcessGroups, repeats: int, device
     """One row of the table."""
     size, rank = groups.cp.size, groups.cp.rank
     core = make_core_attention(shape.config(size, form), 1, groups=groups)
-    locally = make_core_attention(shape.config(size, form), 1, groups=over_group(groups))
     inputs = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in shape.tensors(device)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elapsed = seconds(lambda: step(core, inputs), repeats, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     with local_copies() if size > 1 else nullcontext():
-        alone = seconds(lambda: step(locally, inputs), repeats, device)
+        alone = seconds(lambda: step(core, inputs), repeats, device)
     return {
         "ms": elapsed * 1e3,
         "tflops_per_gpu": shape.flops / size / elapsed / 1e12,
@@ -181,13 +173,11 @@ def run(shape: Shape, small: Shape, repeats: int, device: torch.device) -> dict[
         context_parallel_size=size, hierarchical_context_parallel_sizes=half
     )
     rows = {}
-    kinds = {"": groups} if groups.cp.engines is None else {"": groups, ", NCCL": over_group(groups)}
     for form in ("p2p", "allgather", "a2a", "a2a+p2p"):
-        for kind, chosen in kinds.items():
-            error = largest_error(small, form, chosen, device)
-            if error > (0.02 if shape.dtype == torch.bfloat16 else 1e-5):
-                raise SystemExit(f"{form}{kind}: off by {error:.1e} from one rank")
-            rows[form + kind] = {**measure(shape, form, chosen, repeats, device), "largest_error": error}
+        error = largest_error(small, form, groups, device)
+        if error > (0.02 if shape.dtype == torch.bfloat16 else 1e-5):
+            raise SystemExit(f"{form}: off by {error:.1e} from one rank")
+        rows[form] = {**measure(shape, form, groups, repeats, device), "largest_error": error}
     equal_work = Shape(int(shape.length / size**0.5) // 128 * 128 or 64, shape.heads, shape.kv_groups, shape.channels,
                        shape.dtype)  # fmt: skip
     rows["one rank"] = measure(equal_work, "p2p", SINGLE_PROCESS, repeats, device)
@@ -195,11 +185,11 @@ def run(shape: Shape, small: Shape, repeats: int, device: torch.device) -> dict[
 
 
 def report(rows: dict[str, dict[str, float]]) -> str:
-    lines = [f"{'form':<15} {'ms':>9} {'TFLOP/s':>9} {'of one':>7} {'exposed ms':>11} {'peak GiB':>9} {'error':>9}"]
+    lines = [f"{'form':<12} {'ms':>9} {'TFLOP/s':>9} {'of one':>7} {'exposed ms':>11} {'peak GiB':>9} {'error':>9}"]
     best = rows["one rank"]["tflops_per_gpu"]
     for name, row in rows.items():
         lines.append(
-            f"{name:<15} {row['ms']:>9.2f} {row['tflops_per_gpu']:>9.3g} {row['tflops_per_gpu'] / best:>7.1%} "
+            f"{name:<12} {row['ms']:>9.2f} {row['tflops_per_gpu']:>9.3g} {row['tflops_per_gpu'] / best:>7.1%} "
             f"{row['exposed_ms']:>11.2f} {row['peak_gib']:>9.2f} {row.get('largest_error', 0.0):>9.1e}"
         )
     return "\n".join(lines)

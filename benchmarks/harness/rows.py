@@ -70,6 +70,7 @@ ROWS: dict[str, Row] = {
     "pp4": Row(4, 32, 8192, 32, PP4, iters=8, seconds=130),
     "pp4-vpp": Row(4, 32, 8192, 32, f"{PP4} --num-layers-per-virtual-pipeline-stage 2", iters=8, seconds=130),
     "pp4-zero-bubble": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble", iters=8, seconds=130),
+    "pp4-zero-bubble-h2": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble-h2", iters=8, seconds=130),
     "cp4-s32768": Row(4, 32, 32768, 8, f"--context-parallel-size 4 {ZERO}", iters=7, seconds=150),
     # the activations of 32 layers of 32768 tokens per GPU do not fit: all but attention is recomputed
     "cp4-s131072": Row(
@@ -79,7 +80,6 @@ ROWS: dict[str, Row] = {
         2, 16, 8192, 16, "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", micro_batch=2,
         iters=8, seconds=75,
     ),
-    "pp4-zero-bubble-h2": Row(4, 32, 8192, 32, f"{PP4} --pipeline-schedule zero-bubble-h2", iters=8, seconds=130),
     "pp2-zero-bubble": Row(
         2, 16, 8192, 16, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", iters=8, seconds=75
     ),

@@ -36,7 +36,7 @@ _AXES_WITH_HOST_TWIN = ("world", "dp", "dp_cp")
 """Axes that also move CPU tensors (checkpoints, data); over NCCL they get a gloo twin."""
 
 
-_AXES_WITH_ENGINES = ("tp", "pp", "cp", "cp_a2a", "cp_p2p")
+_AXES_WITH_ENGINES = ("tp", "pp")
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ def row(name):
 
 THROUGH_COPY_ENGINES = [
     name for name in TABLE
-    if any(part in row(name).layout for part in ("--tp-comm-overlap", "--cp-comm", "zero-bubble", "virtual-stages"))
-    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp4", "pp4-untied", "recompute-modules")
+    if any(part in row(name).layout for part in ("--tp-comm-overlap", "zero-bubble", "virtual-stages"))
+    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp2-tp2-sp", "pp4-untied", "recompute-modules")
 ]  # fmt: skip
-"""Everything that they carry: collectives of sequence parallelism, rings, all-to-alls, messages between stages."""
+"""What they carry: collectives of sequence parallelism, messages between stages."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,49 +19,28 @@ from megatron.core.process_groups import Group
 Arrange = Callable[[Sequence[Tensor]], Tensor]
 
 
-class NeighbourExchange(Protocol):
+class NeighbourExchange:
     """A tensor on its way to the next rank of a ring, and its twin from the previous one."""
-
-    def wait(self) -> Tensor:
-        """What the previous rank sent; on CUDA in stream order."""
-
-
-class _ByGroup:
-    """Through torch.distributed."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
+        """What the previous rank sent; on CUDA in stream order."""
         for work in self._works:
             work.wait()
         return self._received
 
 
-class _ByMailbox:
-    """Through copy engines."""
-
-    def __init__(self, x: Tensor, group: Group, tag: int) -> None:
-        self._group, self._mailbox = group, group.engines.mailbox(x.nbytes, tag)
-        self._received = torch.empty_like(x)
-        self._mailbox.send((group.rank + 1) % group.size, x)
-
-    def wait(self) -> Tensor:
-        self._mailbox.receive((self._group.rank - 1) % self._group.size, self._received)
-        return self._received
-
-
 def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchange:
     """Start sending ``x`` (contiguous) to the next rank of ``group`` and receiving as much from the previous one."""
-    if group.engines is not None and group.engines.carries(x.nbytes):
-        return _ByMailbox(x, group, tag)
     received = torch.empty_like(x)
     following, previous = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
     operations = [
         dist.P2POp(dist.isend, x, following, group.handle, tag),
         dist.P2POp(dist.irecv, received, previous, group.handle, tag),
     ]
-    return _ByGroup(x, received, dist.batch_isend_irecv(operations))
+    return NeighbourExchange(x, received, dist.batch_isend_irecv(operations))
 
 
 class _Exchange:
@@ -78,22 +57,16 @@ class _Exchange:
         return self._arrange(self._incoming.unbind())
 
 
-def _start(outgoing: Tensor, group: Group, arrange: Arrange) -> Any:
-    if group.engines is not None and group.engines.carries(outgoing.nbytes // group.size):
-        return group.engines.exchange(outgoing.unbind(), arrange)
-    return _Exchange(outgoing, group, arrange)
-
-
-def _heads_for_sequence(x: Tensor, group: Group) -> Any:
+def _heads_for_sequence(x: Tensor, group: Group) -> _Exchange:
     """Start [s, b, a, d] -> [s * n, b, a / n, d]: this rank's share of the heads of all ranks' tokens, in ascending
     order."""
-    return _start(torch.stack(x.chunk(group.size, dim=2)), group, partial(zigzag.whole, dim=0))
+    return _Exchange(torch.stack(x.chunk(group.size, dim=2)), group, partial(zigzag.whole, dim=0))
 
 
-def _sequence_for_heads(x: Tensor, group: Group) -> Any:
+def _sequence_for_heads(x: Tensor, group: Group) -> _Exchange:
     """Start the inverse."""
     outgoing = torch.stack([zigzag.local_part(x, rank, group.size, dim=0) for rank in range(group.size)])
-    return _start(outgoing, group, partial(torch.cat, dim=2))
+    return _Exchange(outgoing, group, partial(torch.cat, dim=2))
 
 
 class _HeadsAndSequence(torch.autograd.Function):

@@ -93,17 +93,17 @@ class CopyEngines:
         self._others = [(rank + step) % size for step in range(1, size)]
         """Nearest first: no two ranks turn to the same peer at a time."""
         self._gathers, self._exchanges = (_Slots(rank, size, open_window) for _ in range(2))
-        self._mailboxes: dict[tuple[int, int], Mailbox] = {}
+        self._mailboxes: dict[int, Mailbox] = {}
 
     def carries(self, num_bytes: int) -> bool:
         """Whether a message of so many bytes from rank to rank is worth it."""
         return num_bytes >= self._least_bytes
 
-    def mailbox(self, num_bytes: int, tag: int = 0) -> Mailbox:
-        """The one for messages of this size and kind; all ranks ask for it together."""
-        if (num_bytes, tag) not in self._mailboxes:
-            self._mailboxes[num_bytes, tag] = Mailbox(self.rank, self.size, num_bytes, self._open_window)
-        return self._mailboxes[num_bytes, tag]
+    def mailbox(self, num_bytes: int) -> Mailbox:
+        """The one for messages of this size; all ranks ask for it together."""
+        if num_bytes not in self._mailboxes:
+            self._mailboxes[num_bytes] = Mailbox(self.rank, self.size, num_bytes, self._open_window)
+        return self._mailboxes[num_bytes]
 
     def all_gather(self, x: Tensor) -> Transfer:
         """[s, ...] of every rank -> [n * s, ...], in the order of ranks."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron.core.copy_engines.stream_queue import StreamQueue
 
 SLOTS = 3
-"""Messages of one kind that may be in a window at a time: queries, keys and values travel together."""
+"""Messages of one kind that may be in a window at a time."""
 _WORD_BYTES = 128
 """From one word to the next: a line of cache each."""
 

@@ -54,6 +54,24 @@ def test_rows_are_merged_in_the_order_of_the_table(tmp_path):
     assert "failed: died" in bench_training.line("one", {"error": "died"})
 
 
+def test_jobs_of_the_same_code_are_added_and_those_of_older_code_replaced(tmp_path):
+    path = tmp_path / "training.json"
+
+    def row(tflops, seconds, commit="a", **more):
+        medians = {"seconds_per_iteration": 1.0, "tokens_per_second_per_gpu": 2.0, "peak_memory_gb": None}
+        return {
+            "environment": {"device": "H", "commit": commit}, "repeats": 1, "tflops_per_gpu": tflops, "invalid": None,
+            "tflops_of_each_repeat": [tflops], "job_seconds": [seconds], "spread_within_a_job": 0.0, **medians, **more,
+        }  # fmt: skip
+
+    for result in (row(1.0, 10.0, "old"), row(4.0, 11.0, profile={"x": 1}), row(6.0, 12.0), row(6.0, 12.0)):
+        bench_training.merge(path, "one", result)
+    joined = json.loads(path.read_text())["rows"]["one"]
+    assert joined["repeats"] == 2 and joined["tflops_per_gpu"] == 5.0 and joined["tflops_of_each_repeat"] == [4.0, 6.0]
+    assert joined["profile"] == {"x": 1} and joined["peak_memory_gb"] is None
+
+
+
 def curve(losses, tokens="a"):
     return {"losses": losses, "grad_norms": [1.0] * len(losses), "tokens": tokens}
 
