@@ -191,6 +191,17 @@ MEASURED_WITH_REMAINDERS = {
     "tp4-sp": (TP4, 14.30, 4),
     "tp4-sp-overlap": (f"{TP4} --tp-comm-overlap --micro-batch-size 2", 18.86, 4),
     "pp4-zero-bubble": (f"{SHORT} --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble", 72.90, 4),
+    "pp4-zero-bubble-h2": (
+        f"{SHORT} --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble-h2", 102.79, 4,
+    ),
+    "tp4-sp-overlap, whole": (
+        f"{SHORT} --tensor-model-parallel-size 4 --sequence-parallel --tp-comm-overlap --micro-batch-size 2", 58.33, 4,
+    ),
+    "cp4-131072": (
+        f"{OVERLAP} --num-layers 32 --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 1"
+        " --context-parallel-size 4 --cp-comm-type a2a --recompute-granularity selective"
+        " --recompute-modules layernorm mlp", 126.8, 4,
+    ),
     "cp4-a2a": (f"{LONG} {OVERLAP} --context-parallel-size 4 --cp-comm-type a2a", 109.33, 4),
 }
 
