@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.copy_engines.exchange import CopyEngines
-from megatron.core.copy_engines.window import SymmetricWindow
+from megatron.core.copy_engines.window import OpenWindow, SymmetricWindow
 from megatron.core.notices import notice
 
 logger = logging.getLogger(__name__)
+
+DEVICE = "cuda"
 
 
 def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
@@ -27,32 +29,42 @@ def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyE
     queue, in which a stream that waits would hold up what it waits for."""
     if dist.get_backend(handle) != "nccl":
         return None
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        notice(logger, "%s: messages go through NCCL, since CUDA_DEVICE_MAX_CONNECTIONS is 1", name)
-        return None
-    if not _on_one_host(handle, len(ranks)):
-        return None
     open_window = partial(SymmetricWindow, handle)
-    reason = ""
+    reason = "CUDA_DEVICE_MAX_CONNECTIONS is 1" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else ""
+    works = _all_agree(handle, not reason)
+    if works and not _on_one_host(handle, len(ranks)):
+        works, reason = False, "its ranks are on several hosts"
+    if works:
+        reason = _trial(open_window, rank)
+        works = _all_agree(handle, not reason)
+    if works:
+        return CopyEngines(rank, len(ranks), open_window)
+    notice(logger, "%s: messages go through NCCL instead of copy engines: %s", name, reason or "a peer cannot")
+    return None
+
+
+def _trial(open_window: OpenWindow, rank: int) -> str:
+    """Opens a small window and signals in it; what went wrong, or nothing."""
     try:
         window = open_window(16, 1)
         window.here().write([window.word(rank, 0)], 1)
         window.here().wait([window.word(rank, 0)], 1)
         torch.cuda.synchronize()
     except (RuntimeError, OSError, AttributeError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-    works = torch.tensor([int(not reason)], device="cuda")
-    dist.all_reduce(works, dist.ReduceOp.MIN, group=handle)
-    if not works.item():
-        notice(logger, "%s: messages go through NCCL, copy engines do not work here: %s", name, reason or "on a peer")
-        return None
-    return CopyEngines(rank, len(ranks), open_window)
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _all_agree(handle: Any, agrees: bool) -> bool:
+    votes = torch.tensor([int(agrees)], device=DEVICE)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=handle)
+    return bool(votes.item())
 
 
 def _on_one_host(handle: Any, size: int) -> bool:
     boot = Path("/proc/sys/kernel/random/boot_id")
     host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
-    own = torch.tensor([zlib.crc32(host.encode())], dtype=torch.int64, device="cuda")
+    own = torch.tensor([zlib.crc32(host.encode())], dtype=torch.int64, device=DEVICE)
     hosts = own.new_empty(size)
     dist.all_gather_into_tensor(hosts, own, group=handle)
     return bool((hosts == own).all())
