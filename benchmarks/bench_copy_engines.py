@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
 from megatron.core.copy_engines.choice import engines_of
-from megatron.core.copy_engines.exchange import CopyEngines
-from megatron.core.fusions.sum_parts import sum_all
+from megatron.core.process_groups import Group
+from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
 
 RESULTS = Path(__file__).resolve().parent / "results" / "copy_engines.json"
 TOKENS, HIDDEN, WIDTH, HEADS, GROUPS, CHANNELS = 8192, 4096, 14336, 32, 8, 128
@@ -55,33 +56,17 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
     return median.item()
 
 
-def nccl_gather(x: Tensor, whole: Tensor) -> Start:
-    def start() -> Callable[[], Tensor]:
-        work = dist.all_gather_into_tensor(whole, x, async_op=True)
-        return lambda: (work.wait(), whole)[1]
-
-    return start
-
-
-def nccl_scatter(whole: Tensor, part: Tensor) -> Start:
-    def start() -> Callable[[], Tensor]:
-        work = dist.reduce_scatter_tensor(part, whole, async_op=True)
-        return lambda: (work.wait(), part)[1]
-
-    return start
-
-
-def collectives(engines: CopyEngines | None, x: Tensor, whole: Tensor) -> dict[str, Start]:
-    """By name."""
-    starts = {
-        "all-gather, NCCL": nccl_gather(x, torch.empty_like(whole)),
-        "reduce-scatter, NCCL": nccl_scatter(whole, torch.empty_like(x)),
-    }
-    if engines is not None:
-        parts = whole.chunk(engines.size)
-        starts["all-gather, copy engines"] = lambda: engines.all_gather(x).finish
-        starts["reduce-scatter, copy engines"] = lambda: engines.exchange(parts, sum_all).finish
+def collectives(groups: dict[str, Group], x: Tensor, whole: Tensor) -> dict[str, Start]:
+    """By name, of every kind of group."""
+    starts: dict[str, Start] = {}
+    for kind, group in groups.items():
+        starts[f"all-gather, {kind}"] = partial(_begin, begin_all_gather, x, group)
+        starts[f"reduce-scatter, {kind}"] = partial(_begin, begin_reduce_scatter, whole, group)
     return starts
+
+
+def _begin(begin: Callable[[Tensor, Group], UnderWay], x: Tensor, group: Group) -> Callable[[], Tensor]:
+    return begin(x, group).finish
 
 
 def largest_differences(starts: dict[str, Start]) -> dict[str, float]:
@@ -119,7 +104,9 @@ def _at_once(start: Start) -> Tensor:
 
 def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
     size, rank = dist.get_world_size(), dist.get_rank()
-    engines = engines_of("world", dist.group.WORLD, range(size), rank)
+    groups = {"NCCL": Group("world", tuple(range(size)), rank, dist.group.WORLD)}
+    if (engines := engines_of("world", dist.group.WORLD, range(size), rank)) is not None:
+        groups["copy engines"] = replace(groups["NCCL"], engines=engines)
     x = torch.randn(TOKENS // size, 1, HIDDEN, device=device, dtype=torch.bfloat16)
     whole = torch.randn(TOKENS, 1, HIDDEN, device=device, dtype=torch.bfloat16)
     wide = torch.randn(TOKENS, WIDTH // size, device=device, dtype=torch.bfloat16)
@@ -130,7 +117,7 @@ def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
         "product": lambda: F.linear(wide, weight),
         "attention": lambda: F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True),
     }
-    starts = collectives(engines, x, whole)
+    starts = collectives(groups, x, whole)
     differences = largest_differences(starts)
     rows: list[dict[str, object]] = []
     alone = {name: milliseconds(partial(_at_once, start), repeats) for name, start in starts.items()}

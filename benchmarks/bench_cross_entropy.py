@@ -16,9 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.environment import environment
+from benchmarks.harness.timing import milliseconds
 from megatron.core.fusions import cross_entropy as fusion
 from megatron.core.fusions.cross_entropy import PLAIN, Softmax
 from megatron.core.tensor_parallel.linear import LinearTraits, accumulate_product, parallel_linear
@@ -122,24 +121,6 @@ class Problem:
         x = self.x.detach()[:tokens].float().requires_grad_()
         losses = eager(F.linear(x, self.weight.detach().float()), self.labels[:tokens])
         return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
-
-
-def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of single calls, after three to warm up."""
-    times = []
-    for _ in range(repeats + 3):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            begun = time.perf_counter()
-            work()
-            times.append((time.perf_counter() - begun) * 1e3)
-    return statistics.median(times[3:])
 
 
 def extra_gigabytes(work: Callable[[], object], device: torch.device) -> float | None:

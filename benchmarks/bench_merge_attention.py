@@ -8,7 +8,6 @@ adding a block's gradients to a sum. Kernels, references, and the bandwidth of e
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -18,21 +17,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness.timing import milliseconds
 from megatron.core.fusions.merge_attention import merge_attention_, merge_attention_reference_
 from megatron.core.fusions.sum_parts import sum_parts_reference, sum_parts_triton
 
 
 def report(name: str, work: Callable[[], None], num_bytes: int) -> None:
     """Median time of one call, and the bandwidth at which it moves the bytes that it must."""
-    times = []
-    for _ in range(25):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    elapsed = statistics.median(times[5:])
+    elapsed = milliseconds(work, torch.device("cuda"), 20)
     sys.stdout.write(f"{name:<24} {elapsed * 1e3:8.1f} us  {num_bytes / elapsed / 1e9:6.2f} TB/s of what is needed\n")
 
 

@@ -33,6 +33,9 @@ from benchmarks.harness.jobs import stop, with_our_path
 from benchmarks.harness.rows import ROWS, VARIANTS, split_name
 
 ROOT = Path(__file__).resolve().parents[1]
+COPY_ENGINES = (
+    "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "benchmarks/bench_copy_engines.py",
+)  # fmt: skip
 OUTPUT_TAIL = 6000
 KEPT_MARGIN = 5.0
 """Seconds of the budget that remain for writing."""
@@ -87,6 +90,7 @@ def items(repeats: int) -> dict[str, Item]:
         "loss_curves": Item(("benchmarks/loss_curves.py", "--output", "{out}/loss_curves.json"), 110),
         **{f"row:{name}": row_item(name, repeats) for name in ROW_ORDER},
         "context_parallel": bench_item("context_parallel", 60, gpus=4),
+        "copy_engines": Item((*COPY_ENGINES, "--output", "{out}/copy_engines.json"), 25, gpus=4),
     }
 
 

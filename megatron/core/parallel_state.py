@@ -209,13 +209,10 @@ def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
 def _with_engines(groups: ProcessGroups) -> ProcessGroups:
     """The same with copy engines where they work."""
     changed: dict[str, Group] = {}
-    known: dict[tuple[int, ...], Any] = {}
     for name in _AXES_WITH_ENGINES:
         group: Group = getattr(groups, name)
         if group.size > 1:
-            if group.ranks not in known:
-                known[group.ranks] = engines_of(name, group.handle, group.ranks, group.rank)
-            changed[name] = replace(group, engines=known[group.ranks])
+            changed[name] = replace(group, engines=engines_of(name, group.handle, group.ranks, group.rank))
     return replace(groups, **changed)
 
 

@@ -45,7 +45,7 @@ class Fault:
     collective_minutes: float = 10.0
     """--distributed-timeout-minutes."""
     layout: str = ""
-    """Further flags."""
+    """Flags of a pipeline, in place of data parallelism."""
 
     def __str__(self):
         where = "" if self.launcher == "torchrun" else f" ({self.launcher})"

@@ -23,7 +23,7 @@ class Mailbox:
     """
 
     def __init__(self, rank: int, size: int, num_bytes: int, open_window: OpenWindow) -> None:
-        self._rank, self._size, self.num_bytes = rank, size, num_bytes
+        self._rank, self._size, self._num_bytes = rank, size, num_bytes
         self._lanes = [open_window(SLOTS * num_bytes, 2) for _ in (_FROM_PREVIOUS, _FROM_NEXT)]
         self._sent, self._received = [0, 0], [0, 0]
         """Messages so far, by the lane at the receiver."""
@@ -55,6 +55,6 @@ class Mailbox:
         return _FROM_PREVIOUS if (source + 1) % self._size == target else _FROM_NEXT
 
     def _slot(self, rank: int, lane: int, number: int, like: Tensor) -> int:
-        if like.nbytes != self.num_bytes:
-            raise ValueError(f"a message of {like.nbytes} bytes; this mailbox is for {self.num_bytes}")
-        return self._lanes[lane].address(rank) + number % SLOTS * self.num_bytes
+        if like.nbytes != self._num_bytes:
+            raise ValueError(f"a message of {like.nbytes} bytes; this mailbox is for {self._num_bytes}")
+        return self._lanes[lane].address(rank) + number % SLOTS * self._num_bytes

@@ -20,16 +20,16 @@ class UnderWay(Protocol):
         """The result, complete (on CUDA: in stream order). To be called once."""
 
 
-class Collective:
+class _Collective:
     """Of torch.distributed."""
 
     def __init__(self, start: Callable[..., Any], result: Tensor, source: Tensor, group: Group) -> None:
-        self.result, self._source = result, source
+        self._result, self._source = result, source
         self._work = start(result, source, group=group.handle, async_op=True)
 
     def finish(self) -> Tensor:
         self._work.wait()
-        return self.result
+        return self._result
 
 
 def begin_all_gather(x: Tensor, group: Group) -> UnderWay:
@@ -37,7 +37,7 @@ def begin_all_gather(x: Tensor, group: Group) -> UnderWay:
     if group.engines is not None and group.engines.carries(x.nbytes):
         return group.engines.all_gather(x)
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return Collective(dist.all_gather_into_tensor, whole, x.contiguous(), group)
+    return _Collective(dist.all_gather_into_tensor, whole, x.contiguous(), group)
 
 
 def begin_reduce_scatter(x: Tensor, group: Group) -> UnderWay:
@@ -47,4 +47,4 @@ def begin_reduce_scatter(x: Tensor, group: Group) -> UnderWay:
     if group.engines is not None and group.engines.carries(x.nbytes // group.size):
         return group.engines.exchange(x.contiguous().chunk(group.size), sum_all)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return Collective(dist.reduce_scatter_tensor, part, x.contiguous(), group)
+    return _Collective(dist.reduce_scatter_tensor, part, x.contiguous(), group)

@@ -3,7 +3,7 @@
 A table with ``main_grad`` gets its gradient added to that, row by row (``fusions/embedding_gradient.py``), under the
 rules of ``linear.py``. Any other gets the dense gradient of torch's own lookup.
 
-Legend: b batch, s sequence, v rows of the table, h hidden.
+Legend: v rows of the table, h hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.linear import Hidden, LinearTraits, arrival_g
 
 
 def look_up(weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows) -> Tensor:
-    """Vectors [b, s, h] of int64 ``ids`` [b, s]; zeros, and no gradient, where bool ``absent`` [b, s] is set."""
+    """Vectors [..., h] of int64 ``ids`` [...]; zeros, and no gradient, where bool ``absent`` [...] is set."""
     _, arrival = as_seen(weight, None, traits)
     if arrival is None:
         return _vectors(weight, ids, absent)

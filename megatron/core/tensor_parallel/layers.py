@@ -252,7 +252,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token ids [b, s] -> vectors [b, s, h], the table split along the vocabulary.
+    """Token ids [...] -> vectors [..., h], the table split along the vocabulary.
 
     ``num_embeddings`` is the true size; the stored one is a multiple of ``divisible_by`` with inert rows. Ids outside
     of [0, num_embeddings) raise IndexError (on GPUs a device assertion).

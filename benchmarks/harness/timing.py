@@ -1,0 +1,27 @@
+"""How long a piece of work takes on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+
+def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median of single calls, after three to warm up."""
+    times = []
+    for _ in range(repeats + 3):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            begun = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - begun) * 1e3)
+    return statistics.median(times[3:])
