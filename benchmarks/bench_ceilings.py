@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from benchmarks.harness import kernel_classes as kinds
 from benchmarks.harness.environment import environment
 from benchmarks.harness.roofline import CEILINGS, load_ceilings, weight_shapes
 from benchmarks.harness.rows import ROWS, flags_of
+from benchmarks.harness.timing import milliseconds
 from megatron.training.arguments import parse_args
 from megatron.training.resolve import resolve
 
@@ -37,21 +36,8 @@ LENGTHS = (4096, 8192, 32768)
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of one call after three to warm up."""
-    times = []
-    for _ in range(repeats + 3):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            work()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        else:
-            begun = time.perf_counter()
-            work()
-            times.append(time.perf_counter() - begun)
-    return statistics.median(times[3:])
+    """Median time of one call."""
+    return milliseconds(work, device, repeats) / 1e3
 
 
 def shapes(smoke: bool) -> list[tuple[int, int]]:

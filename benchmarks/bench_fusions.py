@@ -16,9 +16,7 @@ import argparse
 import json
 import math
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
+from benchmarks.harness.timing import milliseconds
 from megatron.core.fusions import residual_norm
 from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
 from megatron.core.fusions.activations import squared_relu, swiglu
@@ -230,25 +229,9 @@ def operations(sizes: Sizes, device: torch.device) -> Iterator[tuple[str, Operat
 
 
 def microseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median over ``repeats`` calls after three."""
-    times = []
+    """Median time of one call whose operands are in no cache."""
     cache = torch.empty(1 << 28 if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
-    for index in range(3 + repeats):
-        cache.zero_()
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            elapsed = start.elapsed_time(end) * 1e3
-        else:
-            begin = time.perf_counter()
-            function()
-            elapsed = (time.perf_counter() - begin) * 1e6
-        if index >= 3:
-            times.append(elapsed)
-    return statistics.median(times)
+    return milliseconds(function, device, repeats, before=cache.zero_) * 1e3
 
 
 def measured(operation: Operation, function: Callable[..., Any], device: torch.device, repeats: int) -> list[float]:

@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
+from benchmarks.harness.timing import milliseconds
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.adam import AdamGroup, AdamStep, adam_reference_, choose_adam
 from megatron.core.fusions.master_weights import Updated, master_of
@@ -43,26 +41,6 @@ def shapes(parameters: int) -> list[tuple[int, ...]]:
     width = WIDTH if parameters >= 10**8 else 64
     matrix = (width * 7 // 2, width)
     return [matrix, (width,)] * max(1, round(parameters / (matrix[0] * matrix[1] + width)))
-
-
-def milliseconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median over ``repeats`` calls after three."""
-    times = []
-    for index in range(3 + repeats):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            function()
-            end.record()
-            end.synchronize()
-            elapsed = start.elapsed_time(end)
-        else:
-            begin = time.perf_counter()
-            function()
-            elapsed = (time.perf_counter() - begin) * 1e3
-        if index >= 3:
-            times.append(elapsed)
-    return statistics.median(times)
 
 
 class State:

@@ -9,10 +9,14 @@ from collections.abc import Callable
 import torch
 
 
-def milliseconds(work: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median of single calls, after three to warm up."""
+def milliseconds(
+    work: Callable[[], object], device: torch.device, repeats: int, before: Callable[[], object] | None = None
+) -> float:
+    """Median of single calls, after three to warm up. ``before`` each of them, untimed, comes what clears a cache."""
     times = []
     for _ in range(repeats + 3):
+        if before is not None:
+            before()
         if device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
