@@ -29,6 +29,10 @@ COMMON = (
     "--log-throughput --num-workers 1 --manual-gc"
 )
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+PRECISION_AWARE = (
+    "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
+    "--adam-beta2 0.95"
+)
 TP4 = "--tensor-model-parallel-size 4 --sequence-parallel"
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RECOMPUTED_MLP = "--recompute-granularity selective --recompute-modules layernorm mlp"
@@ -59,6 +63,8 @@ class Row:
 ROWS: dict[str, Row] = {
     "one": Row(1, 16, 8192, 8, seconds=75),
     "one-s4096": Row(1, 16, 4096, 16, micro_batch=2, seconds=75),
+    # all of LLaMA-3-8B: 12 bytes per parameter
+    "one-8b": Row(1, 32, 8192, 8, PRECISION_AWARE, iters=8, seconds=100),
     # of its short steps not every one is logged
     "gpt-345m": Row(
         1, 24, 1024, 32, "--log-interval 4", micro_batch=8, iters=26, shape=GPT_345M, tiny=TINY_GPT, seconds=45
@@ -83,6 +89,7 @@ ROWS: dict[str, Row] = {
     "pp2-zero-bubble": Row(
         2, 16, 8192, 16, "--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", iters=8, seconds=75
     ),
+    "cp2-s32768": Row(2, 16, 32768, 4, f"--context-parallel-size 2 {ZERO}", iters=8, seconds=90),
     "tp2-pp2": Row(
         4, 32, 8192, 32, "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
         iters=8, seconds=130,
@@ -105,10 +112,7 @@ VARIANTS: dict[str, str] = {
     "recompute-attention": "--recompute-granularity selective --recompute-modules core_attn",
     "recompute-mlp": RECOMPUTED_MLP,
     "recompute-full": RECOMPUTED,
-    "precision-aware": (
-        "--use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 "
-        "--adam-beta2 0.95"
-    ),
+    "precision-aware": PRECISION_AWARE,
     "te": "--transformer-impl transformer_engine",
     "flash": "--attention-backend flash",
     "cudnn": "--attention-backend fused",

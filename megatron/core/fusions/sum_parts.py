@@ -69,23 +69,12 @@ def sum_all_reference(parts: Sequence[Tensor]) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _sum_all_kernel(p0, p1, p2, p3, p4, p5, p6, p7, out, numel, COUNT: tl.constexpr, ELEMENTS: tl.constexpr):
+    def _sum_all_kernel(parts, out, numel, ELEMENTS: tl.constexpr):
         at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         inside = at < numel
-        total = tl.load(p0 + at, mask=inside, other=0.0).to(tl.float32)
-        total += tl.load(p1 + at, mask=inside, other=0.0).to(tl.float32)
-        if COUNT > 2:
-            total += tl.load(p2 + at, mask=inside, other=0.0).to(tl.float32)
-        if COUNT > 3:
-            total += tl.load(p3 + at, mask=inside, other=0.0).to(tl.float32)
-        if COUNT > 4:
-            total += tl.load(p4 + at, mask=inside, other=0.0).to(tl.float32)
-        if COUNT > 5:
-            total += tl.load(p5 + at, mask=inside, other=0.0).to(tl.float32)
-        if COUNT > 6:
-            total += tl.load(p6 + at, mask=inside, other=0.0).to(tl.float32)
-        if COUNT > 7:
-            total += tl.load(p7 + at, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(parts[0] + at, mask=inside, other=0.0).to(tl.float32)
+        for i in tl.static_range(1, len(parts)):
+            total += tl.load(parts[i] + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
@@ -93,10 +82,8 @@ def sum_all_triton(parts: Sequence[Tensor]) -> Tensor:
     """Two to eight contiguous parts of up to 32 bits."""
     out = torch.empty_like(parts[0])
     numel = out.numel()
-    pointers = [*parts, *[parts[0]] * (MAX_ADDENDS - len(parts))]
-    _sum_all_kernel[(triton.cdiv(numel, _ELEMENTS),)](
-        *pointers, out, numel, COUNT=len(parts), ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS
-    )
+    grid = (triton.cdiv(numel, _ELEMENTS),)
+    _sum_all_kernel[grid](tuple(parts), out, numel, ELEMENTS=_ELEMENTS, num_warps=_NUM_WARPS)
     return out
 
 
