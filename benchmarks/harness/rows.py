@@ -122,6 +122,9 @@ VARIANTS: dict[str, str] = {
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",
+    "two-sequences": "--micro-batch-size 2",
+    "four-sequences": "--micro-batch-size 4",
+    "h2": "--pipeline-schedule zero-bubble-h2",
     "timers": "--timing-log-level 2",
 }
 

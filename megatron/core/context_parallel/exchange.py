@@ -5,8 +5,7 @@ Legend: s sequence (local), b batch, a heads, d head dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from torch import Tensor
 
 from megatron.core.context_parallel import zigzag
 from megatron.core.process_groups import Group
-
-Arrange = Callable[[Sequence[Tensor]], Tensor]
 
 
 class NeighbourExchange:
@@ -43,50 +40,81 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
     return NeighbourExchange(x, received, dist.batch_isend_irecv(operations))
 
 
-class _Exchange:
-    """An all-to-all under way. ``outgoing`` [n, ...]: a part for each rank; ``arrange`` makes the result of the parts
-    that came."""
-
-    def __init__(self, outgoing: Tensor, group: Group, arrange: Arrange) -> None:
-        self._outgoing, self._arrange = outgoing, arrange
-        self._incoming = torch.empty_like(outgoing)
-        self._work = dist.all_to_all_single(self._incoming, outgoing, group=group.handle, async_op=True)
-
-    def finish(self) -> Tensor:
-        self._work.wait()
-        return self._arrange(self._incoming.unbind())
+def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
+    """One collective for all tensors, which are packed per receiving rank: [n, elements]."""
+    pack, unpack = (_shares_of_heads, _whole_sequence) if scatter else (_shares_of_sequence, _all_heads)
+    outgoing = pack(tensors, group.size)
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=group.handle)
+    came = incoming.split([x.numel() // group.size for x in tensors], dim=1)
+    shapes = (_shape_of_part(x, group.size, scatter) for x in tensors)
+    return tuple(unpack(parts.view(group.size, *shape)) for parts, shape in zip(came, shapes))
 
 
-def _heads_for_sequence(x: Tensor, group: Group) -> _Exchange:
-    """Start [s, b, a, d] -> [s * n, b, a / n, d]: this rank's share of the heads of all ranks' tokens, in ascending
-    order."""
-    return _Exchange(torch.stack(x.chunk(group.size, dim=2)), group, partial(zigzag.whole, dim=0))
+def _shape_of_part(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
+    """Of what each rank sends of its tensor ``x``: fewer heads of its tokens, or fewer tokens of its heads."""
+    s, b, a, d = x.shape
+    return (s, b, a // size, d) if scatter else (s // size, b, a, d)
 
 
-def _sequence_for_heads(x: Tensor, group: Group) -> _Exchange:
-    """Start the inverse."""
-    outgoing = torch.stack([zigzag.local_part(x, rank, group.size, dim=0) for rank in range(group.size)])
-    return _Exchange(outgoing, group, partial(torch.cat, dim=2))
+def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Of each [s, b, a, d], to every rank its heads."""
+    outgoing = tensors[0].new_empty((size, sum(x.numel() for x in tensors) // size))
+    slots = outgoing.split([x.numel() // size for x in tensors], dim=1)
+    for x, slot in zip(tensors, slots):
+        by_rank = x.unflatten(2, (size, -1)).movedim(2, 0)
+        _copy(slot.view(by_rank.shape), by_rank)
+    return outgoing
+
+
+def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
+    """Of each [s, b, a, d], to every rank its tokens."""
+    pieces = [
+        x[start:stop].flatten()
+        for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size)
+    ]  # fmt: skip
+    return torch.cat(pieces).view(size, -1)
+
+
+def _whole_sequence(parts: Tensor) -> Tensor:
+    """[n, s / n, b, a, d] of all ranks -> [s, b, a, d], tokens in ascending order."""
+    return zigzag.whole(parts.unbind(), dim=0)
+
+
+def _all_heads(parts: Tensor) -> Tensor:
+    """[n, s, b, a / n, d] of all ranks -> [s, b, a, d]."""
+    size, s, b, share, d = parts.shape
+    result = parts.new_empty((s, b, size, share, d))
+    _copy(result.movedim(2, 0), parts)
+    return result.flatten(2, 3)
+
+
+_WIDE = torch.complex128
+"""Sixteen bytes."""
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    """``source`` to ``target``, both contiguous in their last dim; on GPUs torch moves strided tensors element by
+    element, hence in the largest elements there are."""
+    size = _WIDE.itemsize // source.element_size()
+    both = (target, source)
+    multiples = (source.shape[-1], *(n for x in both for n in (x.storage_offset(), *x.stride()[:-1])))
+    if all(x.stride(-1) == 1 for x in both) and not any(n % size for n in multiples):
+        target, source = (x.view(_WIDE) for x in both)
+    target.copy_(source)
 
 
 class _HeadsAndSequence(torch.autograd.Function):
-    """One direction in forward, the other in backward; what is copied locally for one tensor runs beside the transfer
-    of another."""
+    """One direction in forward, the other in backward."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, scatter: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.scatter = group, scatter
-        return _exchange_all(tensors, group, scatter)
+        return _all_to_all(tensors, group, scatter)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return None, None, *_exchange_all(grads, ctx.group, not ctx.scatter)
-
-
-def _exchange_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple[Tensor, ...]:
-    start = _heads_for_sequence if scatter else _sequence_for_heads
-    under_way = [start(x, group) for x in tensors]
-    return tuple(each.finish() for each in under_way)
+        return None, None, *_all_to_all(grads, ctx.group, not ctx.scatter)
 
 
 def scatter_heads(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
