@@ -124,7 +124,6 @@ VARIANTS: dict[str, str] = {
     "deterministic": "--deterministic-mode",
     "two-sequences": "--micro-batch-size 2",
     "four-sequences": "--micro-batch-size 4",
-    "h2": "--pipeline-schedule zero-bubble-h2",
     "timers": "--timing-log-level 2",
 }
 
