@@ -70,7 +70,8 @@ def details(result: dict[str, Any]) -> str:
 
 def merge(path: Path, name: str, result: dict[str, Any]) -> None:
     """Adds a row to a file of results, in the order of the table. One of another device stands beside the first; jobs
-    of the same commit are added to those that there are, once, and those of another commit are replaced."""
+    of the same commit are added to those that there are, once, and those of another commit are replaced, but for their
+    profile where the new ones have none."""
     content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": {}}
     device = result["environment"]["device"]
     before = content["rows"].get(name)
@@ -80,6 +81,9 @@ def merge(path: Path, name: str, result: dict[str, Any]) -> None:
     if before is not None and _same_code(before, result):
         known = {*result["job_seconds"]} <= {*before["job_seconds"]}
         result = before if known else jobs.join(before, result)
+    elif before is not None and before.get("profile") and not result.get("profile"):
+        profiled_at = before.get("profiled_at") or before["environment"].get("commit")
+        result = {**result, **{key: before[key] for key in jobs.PROFILE if key in before}, "profiled_at": profiled_at}
     content["rows"][name] = result
     order = {row: position for position, row in enumerate(ROWS)}
     names = sorted(content["rows"], key=lambda each: (order[row_of(each)], each))

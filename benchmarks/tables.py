@@ -113,8 +113,9 @@ def profiles() -> str:
             for row in report["rows"] if row["measured_ms"] >= 0.0005 * (report["step_ms"] or 0) or row["limit_ms"]
         ]  # fmt: skip
         waits = sum(each["count"] for each in found["synchronizations"])
+        at = f", at commit {result['profiled_at']}" if result.get("profiled_at") else ""
         parts.append(
-            f"`{name}`, one step of rank 0: limit {report['limit_ms']:.0f} ms, {report['step_ms']:.0f} ms under the "
+            f"`{name}`, one step of rank 0{at}: limit {report['limit_ms']:.0f} ms, {report['step_ms']:.0f} ms under the "
             f"profiler; {found['launches']} launches, {waits} waits of the host, {found['device_to_host_copies']} "
             "copies to it.\n\n" + table(("class", "limit ms", "measured ms", "gap ms", "TFLOP/s", "TB/s"), rows)
         )
@@ -194,6 +195,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
+    "copy-engines": plain("copy_engines"),
 }  # fmt: skip
 
 

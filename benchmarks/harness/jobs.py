@@ -207,6 +207,8 @@ def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
 
 
 MEDIANS = ("seconds_per_iteration", "tokens_per_second_per_gpu", "tflops_per_gpu", "peak_memory_gb")
+PROFILE = ("profile", "roofline", "communication_if_not_hidden_ms")
+"""What a profiled job has besides."""
 
 
 def measure(name: str, settings: Settings) -> dict[str, Any]:
@@ -250,7 +252,7 @@ def combine(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     result["invalid"] = next((job["invalid"] for job in good if job["invalid"]), None)
     result["clocks"] = good[0]["clocks"]
     result["job_seconds"] = [job["job_seconds"] for job in good]
-    for key in ("profile", "roofline", "communication_if_not_hidden_ms"):
+    for key in PROFILE:
         if good[-1].get(key):
             result[key] = good[-1][key]
     return result

@@ -68,7 +68,11 @@ def test_jobs_of_the_same_code_are_added_and_those_of_older_code_replaced(tmp_pa
         bench_training.merge(path, "one", result)
     joined = json.loads(path.read_text())["rows"]["one"]
     assert joined["repeats"] == 2 and joined["tflops_per_gpu"] == 5.0 and joined["tflops_of_each_repeat"] == [4.0, 6.0]
-    assert joined["profile"] == {"x": 1} and joined["peak_memory_gb"] is None
+    assert joined["profile"] == {"x": 1} and joined["peak_memory_gb"] is None and "profiled_at" not in joined
+    for commit in ("b", "c"):
+        bench_training.merge(path, "one", row(7.0, 13.0, commit))
+    newest = json.loads(path.read_text())["rows"]["one"]
+    assert (newest["repeats"], newest["profile"], newest["profiled_at"]) == (1, {"x": 1}, "a")
 
 
 
