@@ -115,8 +115,8 @@ def profiles() -> str:
         waits = sum(each["count"] for each in found["synchronizations"])
         at = f", at commit {result['profiled_at']}" if result.get("profiled_at") else ""
         parts.append(
-            f"`{name}`, one step of rank 0{at}: limit {report['limit_ms']:.0f} ms, {report['step_ms']:.0f} ms under the "
-            f"profiler; {found['launches']} launches, {waits} waits of the host, {found['device_to_host_copies']} "
+            f"`{name}`, one step of rank 0{at}: limit {report['limit_ms']:.0f} ms, {report['step_ms']:.0f} ms under "
+            f"the profiler; {found['launches']} launches, {waits} waits of the host, {found['device_to_host_copies']} "
             "copies to it.\n\n" + table(("class", "limit ms", "measured ms", "gap ms", "TFLOP/s", "TB/s"), rows)
         )
     return "\n".join(parts) or NOTHING

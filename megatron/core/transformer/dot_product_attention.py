@@ -17,7 +17,7 @@ Legend: s sequence, b batch, a query heads, g key/value groups, p query heads pe
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,9 @@ from megatron.core.transformer.context_parallel_attention import make_context_pa
 from megatron.core.transformer.dropout import AttentionDropout, DropoutCoordinates, NoDropout
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_WITH_A_MASK = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels for dense masks, which only callers of the library pass, in order of preference."""
+_WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels for dense masks, which only callers of the library pass, in order of preference. Not cuDNN, whose backward
+pass under a mask makes NaN of rows with small logits (pytorch/pytorch#196678: lengths of 64 modulo 128)."""
 
 
 class CoreAttention(nn.Module):
@@ -210,10 +211,11 @@ class SDPAttention(FusedAttention):
             own = self._hidden_mask(num_queries, num_keys, query_basd.device)
             hidden = own if hidden is None else hidden if own is None else hidden | own
         visible = None if hidden is None else ~hidden
-        if self._only == SDPBackend.EFFICIENT_ATTENTION and query_basd.is_cuda:  # knows no grouped queries
+        kernels = self._kernels(query_basd, visible)
+        if SDPBackend.EFFICIENT_ATTENTION in kernels:  # knows no grouped queries
             key_bgsd, value_bgsd = (_repeated(x, query_basd.shape[1]) for x in (key_bgsd, value_bgsd))
         try:
-            with self._kernel_choice(query_basd, visible):
+            with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
                 return F.scaled_dot_product_attention(
                     query_basd, key_bgsd, value_bgsd, attn_mask=visible, is_causal=self.causal and visible is None,
                     scale=self.softmax_scale, enable_gqa=query_basd.shape[1] != key_bgsd.shape[1],
@@ -223,12 +225,11 @@ class SDPAttention(FusedAttention):
                 raise
             raise refusal(self.choice.kernel, query_basd, key_bgsd, value_bgsd, self.causal) from error
 
-    def _kernel_choice(self, query: Tensor, mask: Tensor | None) -> AbstractContextManager:
+    def _kernels(self, query: Tensor, mask: Tensor | None) -> list[SDPBackend]:
+        """Those that may run, in order of preference; none: whichever torch takes."""
         if self._only is None or not query.is_cuda:
-            return nullcontext()
-        if mask is not None and self._only not in _WITH_A_MASK[1:]:
-            return sdpa_kernel(_WITH_A_MASK, set_priority=True)
-        return sdpa_kernel(self._only)
+            return []
+        return _WITH_A_MASK if mask is not None and self._only not in _WITH_A_MASK else [self._only]
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, longest: int) -> Tensor:
         assert packed.cu_seqlens_q is not None
