@@ -70,10 +70,10 @@ def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
 
 
 ROW_ORDER = (
-    "one", "one-s4096", "gpt-345m", "gpt-345m+cuda-graph", "one+te", "one+no-fusions", "one+ce-chunks",
+    "one", "one-s4096", "one-8b", "gpt-345m", "gpt-345m+cuda-graph", "one+te", "one+no-fusions", "one+ce-chunks",
     "one+precision-aware", "one+recompute-norms", "one+cudnn", "one+deterministic", "dp4", "tp4-sp-overlap",
-    "pp4-zero-bubble", "pp4-zero-bubble-h2", "cp4-s32768", "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp",
-    "dp4-no-overlap", "dp2-tp2", "dp2-pp2", "tp2-pp2",
+    "tp4-sp-overlap+four-sequences", "pp4-zero-bubble", "pp4-zero-bubble-h2", "cp4-s32768+a2a", "cp4-s32768",
+    "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp", "dp4-no-overlap", "dp2-tp2", "dp2-pp2", "tp2-pp2",
 )  # fmt: skip
 
 
@@ -81,12 +81,13 @@ def items(repeats: int) -> dict[str, Item]:
     """By name, the most important first."""
     tests = ("-m", "pytest", "-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests")
     return {
-        "tests": Item(tests, 120, limit=300),
+        "tests": Item(tests, 360, limit=540),
         "ceilings": bench_item("ceilings", 45),
         "row:one": row_item("one", repeats),
         "fusions": bench_item("fusions", 60),
         "cross_entropy": bench_item("cross_entropy", 45),
         "optimizer": bench_item("optimizer", 45),
+        "products": bench_item("products", 170),
         "loss_curves": Item(("benchmarks/loss_curves.py", "--output", "{out}/loss_curves.json"), 110),
         **{f"row:{name}": row_item(name, repeats) for name in ROW_ORDER},
         "context_parallel": bench_item("context_parallel", 60, gpus=4),
