@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from megatron.core.cli import Problem
 from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
 from megatron.core.extensions.apex import what_is_missing
+from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
 from megatron.core.extensions.flash_attn import INSTALL as INSTALL_FLASH
 from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
@@ -84,6 +85,17 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
 
 
+def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
+    """Where attention is cuDNN's because the user says so."""
+    if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or cfg.context_parallel_size > 1:
+        return
+    length, on_gpu = cfg.seq_length or 0, gpu_present() or cfg.dry_run
+    is_cudnn = on_gpu and (cfg.bf16 or cfg.fp16) and not cfg.attention_dropout and cfg.flash_attention_version is None
+    if is_cudnn and not cudnn_takes_lengths(length, length):
+        reason = f"is cuDNN, which takes multiples of {CUDNN_LENGTHS} tokens, not --seq-length {length}"
+        yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
+
+
 def apex_can_run(cfg: PretrainConfig) -> Problems:
     """A dry run asks about flags, not about the machine it runs on."""
     if not cfg.apex_parts or cfg.dry_run:
@@ -142,6 +154,7 @@ RULES: tuple[Rule, ...] = (
     transformer_engine_can_run,
     transformer_engine_does_all_that_is_asked,
     flash_attention_can_run,
+    cudnn_takes_the_sequence,
     apex_can_run,
     apex_parts_have_their_place,
 )

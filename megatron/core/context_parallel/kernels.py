@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.core.context_parallel import zigzag
 from megatron.core.context_parallel.packing import Segments, kernel_window
 from megatron.core.context_parallel.tiles import Tile, Visibility, plan_tiles
+from megatron.core.extensions.cudnn import cudnn_takes_lengths
 from megatron.core.rng import DropoutStream
 
 aten = torch.ops.aten
@@ -117,8 +118,8 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class FusedBlocks:
-    """cuDNN's kernels for tiles without a mask or with a causal square, flash kernels (FlashAttention 2) for bands and,
-    many at once, for documents.
+    """cuDNN's kernels for tiles without a mask or with a causal square, of lengths that it takes; flash kernels
+    (FlashAttention 2) for all others, for bands and, many at once, for documents.
 
     16-bit inputs on a GPU. ``preferred`` "flash" uses flash kernels for everything. Dropout is not supported: its masks
     would depend on the kernel.
@@ -130,7 +131,8 @@ class FusedBlocks:
         self.scale, self.preferred = scale, preferred
 
     def _takes_cudnn(self, tile: Tile) -> bool:
-        return self.preferred == "cudnn" and (tile.is_full or tile.is_causal_square)
+        fits = cudnn_takes_lengths(tile.num_queries, tile.num_keys)
+        return self.preferred == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None

@@ -16,6 +16,8 @@ Legend: s sequence, b batch, a query heads, g key/value groups, p query heads pe
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from contextlib import nullcontext
 
@@ -26,7 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.enums import AttnMaskType
+from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
 from megatron.core.extensions.flash_attn import load_flash_attention
+from megatron.core.notices import notice
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.attention_kernels import (
@@ -42,6 +46,8 @@ from megatron.core.transformer.attention_window import Window, layer_window
 from megatron.core.transformer.context_parallel_attention import make_context_parallel_attention
 from megatron.core.transformer.dropout import AttentionDropout, DropoutCoordinates, NoDropout
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+logger = logging.getLogger(__name__)
 
 _WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels for dense masks, which only callers of the library pass, in order of preference. Not cuDNN, whose backward
@@ -180,10 +186,12 @@ class FusedAttention(CoreAttention):
 
 
 class SDPAttention(FusedAttention):
-    """``torch.nn.functional.scaled_dot_product_attention``, on a GPU with the chosen kernel and no other."""
+    """``torch.nn.functional.scaled_dot_product_attention``, on a GPU with the chosen kernel and no other; but where
+    nobody asked for cuDNN by name, with torch's flash kernel for lengths that cuDNN does not take."""
 
     def _prepare(self, config: TransformerConfig) -> None:
         self._only = SDPA_BACKENDS.get(self.choice.kernel)
+        self._by_name = config.attention_backend == "fused"
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         windowed = self.window is not None and self.choice.kernel == "flash" and attention_mask is None
@@ -211,7 +219,7 @@ class SDPAttention(FusedAttention):
             own = self._hidden_mask(num_queries, num_keys, query_basd.device)
             hidden = own if hidden is None else hidden if own is None else hidden | own
         visible = None if hidden is None else ~hidden
-        kernels = self._kernels(query_basd, visible)
+        kernels = self._kernels(num_queries, num_keys, visible) if query_basd.is_cuda else []
         if SDPBackend.EFFICIENT_ATTENTION in kernels:  # knows no grouped queries
             key_bgsd, value_bgsd = (_repeated(x, query_basd.shape[1]) for x in (key_bgsd, value_bgsd))
         try:
@@ -225,11 +233,22 @@ class SDPAttention(FusedAttention):
                 raise
             raise refusal(self.choice.kernel, query_basd, key_bgsd, value_bgsd, self.causal) from error
 
-    def _kernels(self, query: Tensor, mask: Tensor | None) -> list[SDPBackend]:
-        """Those that may run, in order of preference; none: whichever torch takes."""
-        if self._only is None or not query.is_cuda:
+    def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
+        """Those that may run on a GPU, in order of preference; none: whichever torch takes."""
+        if self._only is None:
             return []
-        return _WITH_A_MASK if mask is not None and self._only not in _WITH_A_MASK else [self._only]
+        if mask is not None:
+            return [self._only] if self._only in _WITH_A_MASK else _WITH_A_MASK
+        if self._only != SDPBackend.CUDNN_ATTENTION or cudnn_takes_lengths(num_queries, num_keys):
+            return [self._only]
+        if self._by_name:
+            raise ValueError(
+                f"--attention-backend fused: {num_queries} queries and {num_keys} keys are not both multiples of "
+                f"{CUDNN_LENGTHS}, and of other lengths cuDNN's backward pass reads what lies behind their end; choose "
+                "--attention-backend auto"
+            )
+        _tell_once()
+        return [SDPBackend.FLASH_ATTENTION]
 
     def _documents(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, longest: int) -> Tensor:
         assert packed.cu_seqlens_q is not None
@@ -259,6 +278,11 @@ class SDPAttention(FusedAttention):
         )  # fmt: skip
         assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
         return mixed
+
+
+@functools.cache
+def _tell_once() -> None:
+    notice(logger, "attention: torch's flash kernel for lengths other than multiples of %d", CUDNN_LENGTHS)
 
 
 def _repeated(x: Tensor, num_heads: int) -> Tensor:

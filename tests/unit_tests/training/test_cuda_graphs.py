@@ -117,7 +117,9 @@ def test_cuda_graphs_equal_plain_execution_bit_for_bit(precision):
 
 
 @pytest.mark.gpu
-def test_cuda_graphs_with_fused_attention_agree():
+@pytest.mark.parametrize("length", [LENGTH, 128], ids=["flash", "cuDNN"])
+def test_cuda_graphs_with_fused_attention_agree(length, monkeypatch):
+    monkeypatch.setitem(globals(), "LENGTH", length)
     device = torch.device("cuda", torch.cuda.current_device())
     choices = {"bf16": True, "attention_dropout": 0.0}
     expected = train(make_model(**choices), forward_backward_no_pipelining, device)

@@ -110,6 +110,19 @@ def test_flash_attention_version_excludes(text, problem, everything_installed):
 
 
 @pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("--bf16 --attention-dropout 0", True), ("--bf16 --attention-dropout 0.1", False),
+        ("--attention-dropout 0", False),
+        ("--fp16 --attention-dropout 0 --seq-length 128 --max-position-embeddings 128", False),
+    ],
+)  # fmt: skip
+def test_cudnn_by_name_needs_lengths_that_it_takes(text, refused, everything_installed):
+    found = problems(f"--attention-backend fused {text}")
+    assert len(found) == refused and all("takes multiples of 128 tokens, not --seq-length 32" in each for each in found)
+
+
+@pytest.mark.parametrize(
     ("text", "world_size", "problem"),
     [
         ("wgrad --no-gradient-accumulation-fusion", 1, "--apex-parts wgrad: wgrad adds into the main gradient, which"),

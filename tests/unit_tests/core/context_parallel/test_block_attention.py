@@ -146,6 +146,14 @@ def test_fused_kernels_are_chosen_for_16_bit_types_on_a_gpu():
     assert isinstance(make_block_kernel(1.0, "unfused", torch.bfloat16, **choices), BlockwiseTorch)
 
 
+@pytest.mark.parametrize("length, taken", [(1024, True), (1024 + 64, False)])
+def test_cudnn_gets_tiles_of_lengths_that_it_computes_right(length, taken):
+    spans = [zigzag.spans(length, rank, 2) for rank in range(2)]
+    tiles = [tile for keys in spans for tile in plan_tiles(spans[0], keys, Visibility(True), length)]
+    assert all(FusedBlocks(0.1)._takes_cudnn(tile) == taken for tile in tiles)
+    assert not any(FusedBlocks(0.1, "flash")._takes_cudnn(tile) for tile in tiles)
+
+
 @pytest.mark.parametrize("whole_keys", [False, True], ids=["ring", "all-gather"])
 @pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES.keys())
 def test_the_played_ring_equals_one_rank_in_float32(visibility, whole_keys):

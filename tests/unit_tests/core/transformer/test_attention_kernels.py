@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -65,6 +66,33 @@ def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason
 def test_what_was_asked_for_by_name_is_refused_where_it_cannot_serve(changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(request(**changes))
+
+
+@pytest.mark.parametrize(
+    "backend, lengths, mask, kernels",
+    [
+        ("auto", (512, 512), None, [SDPBackend.CUDNN_ATTENTION]),
+        ("auto", (192, 192), None, [SDPBackend.FLASH_ATTENTION]),
+        ("auto", (128, 192), None, [SDPBackend.FLASH_ATTENTION]),
+        ("auto", (512, 512), True, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+        ("fused", (512, 512), None, [SDPBackend.CUDNN_ATTENTION]),
+        ("fused", (512, 512), True, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+        ("flash", (192, 192), None, [SDPBackend.FLASH_ATTENTION]),
+    ],
+)
+def test_cudnn_gets_only_what_it_computes_right(backend, lengths, mask, kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    core = make_core_attention(
+        TransformerConfig(
+            num_layers=1, hidden_size=64, num_attention_heads=1, attention_dropout=0.0, params_dtype=torch.bfloat16,
+            attention_backend=backend,
+        ), 1,
+    )  # fmt: skip
+    assert core._kernels(*lengths, mask) == kernels
+    if backend == "fused":
+        with pytest.raises(ValueError, match="--attention-backend fused: 192 queries .* multiples of 128"):
+            core._kernels(192, 192, None)
 
 
 @pytest.mark.parametrize("version", [2, 3])

@@ -18,12 +18,12 @@ def make_config(groups, **overrides):
     return TransformerConfig(**sizes, attention_dropout=0.0, **{"params_dtype": torch.bfloat16, **overrides})
 
 
-def inputs(groups, dtype=torch.bfloat16, interleaved=True):
+def inputs(groups, dtype=torch.bfloat16, length=LENGTH):
     """Queries as the rotary embedding writes them; keys and values as views of the projection."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     draw = {"device": "cuda", "dtype": dtype, "generator": generator}
-    query = torch.randn(LENGTH, BATCH, HEADS, CHANNELS, **draw)
-    packed = torch.randn(LENGTH, BATCH, groups, 3 * CHANNELS, **draw)
+    query = torch.randn(length, BATCH, HEADS, CHANNELS, **draw)
+    packed = torch.randn(length, BATCH, groups, 3 * CHANNELS, **draw)
     key, value = packed[..., :CHANNELS], packed[..., CHANNELS : 2 * CHANNELS]
     return [x.detach().requires_grad_() for x in (query, key, value)]
 
@@ -62,9 +62,9 @@ def test_cudnn_runs_where_it_was_chosen_and_nothing_is_copied(groups):
         {"params_dtype": torch.float32},
     ],
 )  # fmt: skip
-def test_every_choice_equals_the_reference_in_float32(choice, groups):
+def test_every_choice_equals_the_reference_in_float32(choice, groups, length=LENGTH):
     config = make_config(groups, **choice)
-    tensors = inputs(groups, config.params_dtype)
+    tensors = inputs(groups, config.params_dtype, length)
     exact = [x.detach().float().requires_grad_() for x in tensors]
     reference = UnfusedAttention(config, 1)(*exact)
     mixed = make_core_attention(config, 1)(*tensors)
@@ -74,6 +74,19 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups):
     for one, other in zip((mixed, *found), (reference, *expected)):
         # a query that sees itself alone has no gradient: what is found there is rounding
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
+
+
+@pytest.mark.parametrize("length", [16, 40, 64, 100, 192, 261])
+@pytest.mark.parametrize("window", [None, (31, 0)])
+def test_lengths_that_cudnn_does_not_take_have_gradients_too(length, window):
+    choice = {} if window is None else {"window_size": window}
+    test_every_choice_equals_the_reference_in_float32(choice, 2, length)
+
+
+def test_cudnn_asked_for_by_name_refuses_lengths_that_it_does_not_take():
+    core = make_core_attention(make_config(HEADS, attention_backend="fused"), 1)
+    with pytest.raises(ValueError, match="--attention-backend fused: 192 queries and 192 keys .* multiples of 128"):
+        core(*inputs(HEADS, length=192))
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -95,7 +108,7 @@ def test_a_kernel_that_cannot_run_says_why():
 def test_under_a_dense_mask_rows_of_small_logits_have_gradients(groups):
     """cuDNN's backward pass makes NaN of these: a length of 64 modulo 128, and log-sum-exps below those of float32."""
     config = make_config(groups)
-    query, key, value = (0.1 * x.detach()[:192] for x in inputs(groups))
+    query, key, value = (0.1 * x.detach() for x in inputs(groups, length=192))
     query[..., 0], key[..., 0] = 1.0, -120 * CHANNELS**0.5
     tensors = [x.requires_grad_() for x in (query, key, value)]
     exact = [x.detach().float().requires_grad_() for x in tensors]
