@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -29,3 +30,21 @@ class PackedSeqParams:
         if self.bounds is None and self.cu_seqlens_q is not None:
             self.bounds = tuple(self.cu_seqlens_q.tolist())
         return self.bounds
+
+    def check(self, batch: int, length: int) -> None:
+        """ValueError unless the documents are all tokens of ``batch`` rows of ``length``, none of them in two rows; on
+        GPUs a device assertion, which does not wait. Kernels leave gradients of other tokens as memory was."""
+        bounds = self.cu_seqlens_q
+        if bounds is None:
+            return
+        rows = torch.arange(0, batch * length + 1, length, device=bounds.device)
+        ends = (bounds[0] == 0) & (bounds[-1] == batch * length)
+        fits = ends & (bounds.diff() >= 0).all() & torch.isin(rows, bounds).all()
+        if bounds.is_cuda:
+            torch._assert_async(fits)
+        elif not fits:
+            raise ValueError(
+                f"cu_seqlens_q must ascend from 0 to {batch * length} and name the start of each of the {batch} rows "
+                f"of {length} tokens, not {bounds.tolist()[:8]} … {bounds.tolist()[-1]}; make padding a document of "
+                "its own and mask its losses"
+            )

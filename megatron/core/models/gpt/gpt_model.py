@@ -199,6 +199,8 @@ class GPTModel(MegatronModule):
         ``loss_mask`` is accepted for programs that pass it: losses are of every token.
         """
         batch, length = input_ids.shape
+        if packed_seq_params is not None:
+            packed_seq_params.check(batch, length * self.groups.cp.size)
         dropout = self._dropout_coordinates(batch, length, sample_index, input_ids.device)
         if self.pre_process:
             hidden_states = self.embedding(input_ids, position_ids, dropout)

@@ -183,6 +183,15 @@ def test_packed_documents_equal_the_same_documents_alone(backend, window, positi
         torch.testing.assert_close(together[start:end], alone, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("bounds", [[0, 12, 24, 34], [1, 12, 24, 36], [0, 13, 24, 36], [0, 12, 24, 20, 36]])
+def test_packed_documents_that_are_not_the_batch_are_refused(bounds):
+    """Padding behind the last document would get gradients that nobody wrote."""
+    tokens, _, positions = batch()
+    packed = PackedSeqParams(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32))
+    with pytest.raises(ValueError, match="ascend from 0 to 36 and name the start of each of the 3 rows of 12"):
+        make_model()(tokens, positions, packed_seq_params=packed)
+
+
 def test_packed_documents_have_the_gradients_of_a_dense_mask():
     tokens, labels, positions = batch()
     packed = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 7, 12, 24, 30, 36], dtype=torch.int32))
