@@ -74,21 +74,22 @@ def seconds_per_call(work: Callable[[], object], seconds: float) -> float:
     return timed(count)
 
 
-def check(name: str, product: Product, *works: Callable[[], object]) -> None:
-    """All of them compute the same."""
+def check(name: str, product: Product, works: tuple[Callable[[], object], Callable[[], object]]) -> None:
+    """Both compute the same."""
     results = []
     for work in works:
         product.out.zero_()
         work()
-        results.append(product.out.float())
-    if not (results[0] - results[1]).norm() < 0.01 * results[0].norm():
+        results.append(product.out.to(torch.float32, copy=True))
+    ours, theirs = results
+    if not (ours - theirs).norm() < 0.01 * theirs.norm():
         raise SystemExit(f"{name}: cuBLASLt's result is not torch's")
 
 
 def measure(name: str, product: Product, torch_product: Callable[[], object], seconds: float) -> dict[str, Any]:
     algorithms = product.suggested(SUGGESTIONS)
     first = next(iter(algorithms))
-    check(name, product, torch_product, partial(product.run, algorithms[first]))
+    check(name, product, (partial(product.run, algorithms[first]), torch_product))
     for choice, algorithm in product.others(algorithms[first], TILES, VARIANTS, CLUSTERS):
         algorithms.setdefault(choice, algorithm)
     brief = {choice: seconds_per_call(partial(product.run, each), BRIEFLY) for choice, each in algorithms.items()}

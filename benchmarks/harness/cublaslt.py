@@ -7,6 +7,7 @@ column-major there: a row-major [rows, columns] tensor is its transpose.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
 from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from typing import Any, NamedTuple
@@ -40,11 +41,15 @@ class Choice(NamedTuple):
     cluster: int
 
 
-def _loaded() -> Any:
+@functools.cache
+def _loaded() -> tuple[Any, c_void_p]:
+    """The library and a handle."""
     torch.mm(*torch.zeros(2, 16, 16, device="cuda", dtype=torch.bfloat16))  # loads it
     with open("/proc/self/maps", encoding="utf-8") as maps:
         path = next(line.split()[-1] for line in maps if "libcublasLt.so" in line)
-    return ctypes.CDLL(path)
+    library, handle = ctypes.CDLL(path), c_void_p()
+    _check(library.cublasLtCreate(byref(handle)))
+    return library, handle
 
 
 def _check(status: int) -> None:
@@ -57,8 +62,7 @@ class Product:
     bf16, or fp32 which is added to."""
 
     def __init__(self, left: Tensor, right: Tensor, out: Tensor) -> None:
-        self._library, self._handle = _loaded(), c_void_p()
-        _check(self._library.cublasLtCreate(byref(self._handle)))
+        self._library, self._handle = _loaded()
         self.flops = 2 * left.shape[0] * left.shape[1] * right.shape[1]
         # out^T = right^T left^T
         self._a, self._b, self.out = right, left, out

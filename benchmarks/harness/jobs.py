@@ -231,6 +231,8 @@ def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     for key in ("tflops_of_each_repeat", "job_seconds"):
         result[key] = one[key] + other[key]
     result["spread_within_a_job"] = max(one["spread_within_a_job"], other["spread_within_a_job"])
+    if "profile" in other:
+        result.pop("profiled_at", None)
     return result
 
 

@@ -167,8 +167,9 @@ class AllToAllAttention:
     The heads of ``inner`` start at ``group.rank * heads / group.size`` of this rank's; with an inner ring over an outer
     group, local sequences are in that group's zig-zag order.
 
-    Query, key and value travel in one collective: of attention at s 32768 on two H200s, forward and backward, 30.3 ms
-    against 30.8 ms with three. What was measured and lost, on four, where three took 15.6 ms: chunks sent straight into
+    Query, key and value travel in one collective: of attention at s 32768 on two H200s, forward and backward
+    (``torchrun --nproc-per-node 2 benchmarks/bench_context_parallel.py``), 30.3 ms against 30.8 ms with one each and
+    copies element by element. What was measured and lost, on four, where three took 15.6 ms: chunks sent straight into
     their places, with one copy per exchange instead of two, 16.8 ms, as many small messages carry less than one
     collective; halves of the heads, one exchanged beside the attention of the other, 18.4 ms. Through copy engines a
     step of 32 layers took 9.11 s, over NCCL 9.03 s: nothing runs beside an exchange.

@@ -2,6 +2,8 @@
 
 On Hopper cuDNN's kernels are 1.6 times as fast as FlashAttention 2, which torch's own flash kernels are, and about as
 fast as FlashAttention 3. A chosen kernel is the only one that may run: where it cannot, the call fails and says why.
+Two things are left to other kernels, call by call, since cuDNN is reported to get their gradients wrong
+(``dot_product_attention.SDPAttention``): dense masks, and lengths that are no multiples of 128.
 
 Legend: d head dim.
 """

@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 _WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels for dense masks, which only callers of the library pass, in order of preference. Not cuDNN, whose backward
-pass under a mask makes NaN of rows with small logits (pytorch/pytorch#196678: lengths of 64 modulo 128)."""
+pass is reported to make NaN of rows with small logits under a mask (pytorch/pytorch#196678: lengths of 64 modulo 128).
+"""
 
 
 class CoreAttention(nn.Module):
@@ -242,10 +243,11 @@ class SDPAttention(FusedAttention):
         if self._only != SDPBackend.CUDNN_ATTENTION or cudnn_takes_lengths(num_queries, num_keys):
             return [self._only]
         if self._by_name:
+            if not torch.is_grad_enabled():
+                return [self._only]
             raise ValueError(
                 f"--attention-backend fused: {num_queries} queries and {num_keys} keys are not both multiples of "
-                f"{CUDNN_LENGTHS}, and of other lengths cuDNN's backward pass reads what lies behind their end; choose "
-                "--attention-backend auto"
+                f"{CUDNN_LENGTHS}, and of other lengths cuDNN's gradients may be NaN; choose --attention-backend auto"
             )
         _tell_once()
         return [SDPBackend.FLASH_ATTENTION]

@@ -73,7 +73,9 @@ def test_jobs_of_the_same_code_are_added_and_those_of_older_code_replaced(tmp_pa
         bench_training.merge(path, "one", row(7.0, 13.0, commit))
     newest = json.loads(path.read_text())["rows"]["one"]
     assert (newest["repeats"], newest["profile"], newest["profiled_at"]) == (1, {"x": 1}, "a")
-
+    bench_training.merge(path, "one", row(7.0, 14.0, "c", profile={"x": 2}))
+    newest = json.loads(path.read_text())["rows"]["one"]
+    assert (newest["repeats"], newest["profile"]) == (2, {"x": 2}) and "profiled_at" not in newest
 
 
 def curve(losses, tokens="a"):
