@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
 from megatron.core.distributed import check_replicas, unwrapped
+from megatron.core.extensions.cudnn import require_one_cudnn
 from megatron.core.process_groups import ProcessGroups, RankGrid
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exit_conditions import every
@@ -71,6 +72,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     problems = list(problems_of(pieces, cfg.num_layers, parts.task.num_parameters()))
     if problems:
         raise BuildError("the model is not complete: " + "; ".join(problems))
+    require_one_cudnn()
 
 
 def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:

@@ -7,9 +7,9 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Of the largest value: sums over thousands of rows, one rounding of the result (the interpreter truncates)."""
 
 
-def filled(*shape, dtype, seed=0):
-    """Normal values that ``dtype`` holds exactly."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def filled(*shape, dtype, seed=0, device="cpu"):
+    """Normal values that ``dtype`` holds exactly. Other devices draw other values."""
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(dtype)
 
 
 def results(function, inputs, upstream, dtype):

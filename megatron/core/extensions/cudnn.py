@@ -1,13 +1,64 @@
-"""What cuDNN's attention, which torch's SDPA calls, is reported to get wrong without a word. Torch-free."""
+"""What makes cuDNN's attention right: lengths that it computes right, and one cuDNN in a process. Torch-free."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 CUDNN_LENGTHS = 128
-"""Queries and keys must be multiples of this: of other lengths the backward pass was reported to give NaN and illegal
-accesses (NVIDIA/cudnn-frontend#160, pytorch/pytorch#171627). A test over 16 tokens gave both with cuDNN 9.19 and torch
-2.11 on an H200, in memory that had been used before."""
+"""Queries and keys must be multiples of this: tiles that end beyond the keys were reported to give NaN gradients where
+scores are small (NVIDIA/cudnn-frontend#160 and #1072, pytorch/pytorch#196678)."""
 
 
 def cudnn_takes_lengths(num_queries: int, num_keys: int) -> bool:
     """Whether gradients of attention of such lengths can be trusted."""
     return num_queries % CUDNN_LENGTHS == 0 and num_keys % CUDNN_LENGTHS == 0
+
+
+def loaded_cudnn() -> dict[Path, str]:
+    """Directories from which this process has loaded cuDNN, and the name of a library from each. Linux only."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return {}
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libcudnn" in line}
+    return {path.parent: path.name for path in sorted(paths)}
+
+
+def require_one_cudnn() -> None:
+    """Raises ValueError where there are parts of several: they call each other, and gave NaN and illegal accesses."""
+    if len(homes := sorted(map(str, loaded_cudnn()))) > 1:
+        raise ValueError(
+            f"this process has loaded cuDNN from {' and '.join(homes)}, whose parts would call each other and compute "
+            "wrong numbers; load only the one that torch brings: import torch first, and unset CUDNN_HOME, CUDNN_PATH, "
+            "LD_PRELOAD and LD_LIBRARY_PATH where they name another"
+        )
+
+
+@contextmanager
+def one_cudnn() -> Iterator[None]:
+    """What is imported in here gets the cuDNN that torch has loaded, not another one that the system may have.
+
+    Torch loads the parts of cuDNN when it first needs them, by name. A package that is linked with all of them would
+    load the system's, and torch then take those beside its own.
+
+    Raises:
+        ValueError: parts of several are loaded in the end.
+    """
+    if len(loaded := loaded_cudnn()) == 1:
+        ((home, name),) = loaded.items()
+        major = name.split(".so.")[-1].split(".")[0]
+        for part in sorted(home.glob(f"libcudnn*.so.{major}")):
+            ctypes.CDLL(str(part))  # who asks for this name from now on gets this file
+        before = os.environ.get("CUDNN_HOME")
+        os.environ["CUDNN_HOME"] = str(home)
+        try:
+            yield
+        finally:
+            os.environ.pop("CUDNN_HOME") if before is None else os.environ.update(CUDNN_HOME=before)
+    else:
+        yield
+    require_one_cudnn()

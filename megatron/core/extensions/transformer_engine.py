@@ -18,11 +18,13 @@ Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import Init, Ones, Shard, Zeros, parameter
@@ -39,6 +41,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 NAME = "transformer_engine"
+MODULE = "transformer_engine.pytorch"
 INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
 
 
@@ -56,10 +59,13 @@ def load_transformer_engine() -> Any:
     """``transformer_engine.pytorch``; ValueError with the command that installs it."""
     if not transformer_engine_is_installed():
         raise missing_package()
-    try:
-        return importlib.import_module("transformer_engine.pytorch")
-    except (ImportError, OSError, RuntimeError) as error:  # libraries for another CUDA or torch
-        raise missing_package(f"it is installed but cannot be imported ({error})") from error
+    if MODULE not in sys.modules:
+        with one_cudnn():
+            try:
+                importlib.import_module(MODULE)
+            except (ImportError, OSError, RuntimeError) as error:  # libraries for another CUDA or torch
+                raise missing_package(f"it is installed but cannot be imported ({error})") from error
+    return sys.modules[MODULE]
 
 
 class Product:

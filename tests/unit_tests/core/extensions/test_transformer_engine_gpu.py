@@ -1,6 +1,6 @@
 """The real Transformer Engine in our slots, against the built-in layers: within bf16's precision, and in training.
 
-Skipped where the package cannot be imported.
+Skipped where the package is not installed.
 """
 
 import inspect
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions.transformer_engine import load_transformer_engine, transformer_engine_is_installed
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -33,7 +34,9 @@ CASES = {
 
 @pytest.fixture
 def engine():
-    return pytest.importorskip("transformer_engine.pytorch")
+    if not transformer_engine_is_installed():
+        pytest.skip("Transformer Engine is not installed")
+    return load_transformer_engine()
 
 
 def make_model(use_engine, **overrides):

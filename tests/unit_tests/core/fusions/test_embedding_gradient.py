@@ -27,18 +27,18 @@ def some_ids(kind, tokens, rows):
 
 def check(add_rows, kind, shape, dtype, total_dtype):
     tokens, width, rows = shape
-    ids, grad = some_ids(kind, tokens, rows), filled(tokens, width, dtype=dtype)
-    before = filled(rows, width, dtype=total_dtype, seed=1)
-    ours, again = before.to(DEVICE, copy=True), before.to(DEVICE, copy=True)
+    ids, grad = some_ids(kind, tokens, rows).to(DEVICE), filled(tokens, width, dtype=dtype, device=DEVICE)
+    before = filled(rows, width, dtype=total_dtype, seed=1, device=DEVICE)
+    ours, again = before.clone(), before.clone()
     for total in (ours, again):
-        add_rows(grad.to(DEVICE), ids.to(DEVICE), total)
+        add_rows(grad, ids, total)
     assert torch.equal(ours, again)
     present = ids >= 0
     exact = before.double().index_add_(0, ids[present], grad.double()[present])
-    error = (ours.cpu().double() - exact).abs().max() / exact.abs().max()
+    error = (ours.double() - exact).abs().max() / exact.abs().max()
     assert error < TOLERANCE[total_dtype]
-    unused = torch.ones(rows, dtype=torch.bool).index_fill_(0, ids[present], False)
-    assert torch.equal(ours.cpu()[unused], before[unused])
+    unused = torch.ones(rows, dtype=torch.bool, device=DEVICE).index_fill_(0, ids[present], False)
+    assert torch.equal(ours[unused], before[unused])
 
 
 @pytest.mark.parametrize("add_rows", [add_rows_triton, add_rows_plain])

@@ -1,0 +1,62 @@
+"""One cuDNN in a process. Libraries without content stand in for its parts: it is their names that are found."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron.core.extensions.cudnn import cudnn_takes_lengths
+
+PARTS = ["libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"]
+
+
+@pytest.fixture
+def two_versions(tmp_path):
+    """Directories "torch" and "system", each with all parts."""
+    for home in ("torch", "system"):
+        (tmp_path / home).mkdir()
+        for part in PARTS:
+            command = ["c++", "-shared", "-x", "c++", "/dev/null", f"-Wl,-soname,{part}", "-o", tmp_path / home / part]
+            subprocess.run(command, check=True)
+    return tmp_path
+
+
+def run(root, *lines):
+    """Prints of a new process, in which torch's cuDNN is loaded first."""
+    setup = [
+        "import ctypes, os", "from megatron.core.extensions.cudnn import loaded_cudnn, one_cudnn, require_one_cudnn",
+        f"root = {str(root)!r}", "ctypes.CDLL(root + '/torch/libcudnn.so.9')",
+    ]  # fmt: skip
+    return subprocess.run([sys.executable, "-c", "\n".join([*setup, *lines])], capture_output=True, text=True)
+
+
+def test_who_asks_for_a_part_by_name_gets_that_of_torch(two_versions):
+    outcome = run(
+        two_versions,
+        "try: ctypes.CDLL('libcudnn_graph.so.9')",
+        "except OSError: print('not found before')",
+        "with one_cudnn():",
+        "    print(os.environ['CUDNN_HOME'])",
+        "    for part in ('graph', 'ops'): ctypes.CDLL(f'libcudnn_{part}.so.9')",
+        "print('CUDNN_HOME' in os.environ, *loaded_cudnn())",
+    )  # fmt: skip
+    home = two_versions / "torch"
+    assert outcome.stdout.splitlines() == ["not found before", str(home), f"False {home}"], outcome.stderr
+
+
+@pytest.mark.parametrize("where", ["with one_cudnn(): load()", "load(); require_one_cudnn()"])
+def test_parts_of_another_one_are_refused(two_versions, where):
+    load = "load = lambda: ctypes.CDLL(root + '/system/libcudnn_graph.so.9')"
+    error = run(two_versions, "require_one_cudnn()", load, where).stderr
+    assert "ValueError" in error and "import torch first" in error
+    assert all(str(two_versions / home) in error for home in ("torch", "system"))
+
+
+def test_what_the_user_named_is_named_again_afterwards(two_versions):
+    lines = "os.environ['CUDNN_HOME'] = '/mine'", "with one_cudnn(): pass", "print(os.environ['CUDNN_HOME'])"
+    assert run(two_versions, *lines).stdout == "/mine\n"
+
+
+@pytest.mark.parametrize("lengths, taken", [((128, 256), True), ((128, 200), False), ((64, 128), False)])
+def test_lengths_are_multiples_of_a_tile(lengths, taken):
+    assert cudnn_takes_lengths(*lengths) == taken
