@@ -55,6 +55,7 @@ if triton is not None:
         share = (block_weight / total)[:, None]
         so_far = tl.load(out_at, mask=inside, other=0.0)
         block = tl.load(block_at, mask=inside, other=0.0).to(tl.float32)
+        tl.debug_barrier()  # many threads read a query's lse and one of them writes it: not before all have read
         tl.store(out_at, so_far + share * (block - so_far), mask=inside)
         tl.store(lse_at, largest + tl.log(total), mask=inside_q)
 
