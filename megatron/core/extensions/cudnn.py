@@ -10,7 +10,8 @@ from pathlib import Path
 
 CUDNN_LENGTHS = 128
 """Queries and keys must be multiples of this: tiles that end beyond the keys were reported to give NaN gradients where
-scores are small (NVIDIA/cudnn-frontend#160 and #1072, pytorch/pytorch#196678)."""
+scores are small (NVIDIA/cudnn-frontend#160 and #1072, pytorch/pytorch#196678), and illegal accesses
+(pytorch/pytorch#171627)."""
 
 
 def cudnn_takes_lengths(num_queries: int, num_keys: int) -> bool:
@@ -48,17 +49,18 @@ def one_cudnn() -> Iterator[None]:
     Raises:
         ValueError: parts of several are loaded in the end.
     """
+    before = os.environ.get("CUDNN_HOME")
     if len(loaded := loaded_cudnn()) == 1:
         ((home, name),) = loaded.items()
         major = name.split(".so.")[-1].split(".")[0]
         for part in sorted(home.glob(f"libcudnn*.so.{major}")):
             ctypes.CDLL(str(part))  # who asks for this name from now on gets this file
-        before = os.environ.get("CUDNN_HOME")
         os.environ["CUDNN_HOME"] = str(home)
-        try:
-            yield
-        finally:
-            os.environ.pop("CUDNN_HOME") if before is None else os.environ.update(CUDNN_HOME=before)
-    else:
+    try:
         yield
+    finally:
+        if before is not None:
+            os.environ["CUDNN_HOME"] = before
+        else:
+            os.environ.pop("CUDNN_HOME", None)
     require_one_cudnn()
