@@ -26,7 +26,7 @@ def loaded_cudnn() -> dict[Path, str]:
     except OSError:
         return {}
     paths = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libcudnn" in line}
-    return {path.parent: path.name for path in sorted(paths)}
+    return {path.parent: path.name for path in sorted(paths) if path.name.startswith("libcudnn")}
 
 
 def require_one_cudnn() -> None:
