@@ -81,7 +81,7 @@ def items(repeats: int) -> dict[str, Item]:
     """By name, the most important first."""
     tests = ("-m", "pytest", "-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests")
     return {
-        "tests": Item(tests, 360, limit=540),
+        "tests": Item(tests, 200, limit=540),
         "ceilings": bench_item("ceilings", 45),
         "row:one": row_item("one", repeats),
         "fusions": bench_item("fusions", 60),

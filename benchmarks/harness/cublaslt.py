@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.extensions.installed import loaded_libraries
+
 WORKSPACE_BYTES = 256 << 20
 _FLOAT32, _BFLOAT16, _COMPUTE_FLOAT32 = 0, 14, 68
 _TRANSPOSE_A, _TRANSPOSE_B, _MAX_WORKSPACE = 3, 4, 1
@@ -45,9 +47,7 @@ class Choice(NamedTuple):
 def _loaded() -> tuple[Any, c_void_p]:
     """The library and a handle."""
     torch.mm(*torch.zeros(2, 16, 16, device="cuda", dtype=torch.bfloat16))  # loads it
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        path = next(line.split()[-1] for line in maps if "libcublasLt.so" in line)
-    library, handle = ctypes.CDLL(path), c_void_p()
+    library, handle = ctypes.CDLL(str(loaded_libraries("libcublasLt.so")[0])), c_void_p()
     _check(library.cublasLtCreate(byref(handle)))
     return library, handle
 

@@ -55,7 +55,8 @@ class Piece(NamedTuple):
 
 
 def check_build(parts: Components, cfg: PretrainConfig) -> None:
-    """Logs the layout; raises :class:`BuildError` on every rank where a part of the model is missing or doubled.
+    """Logs the layout; raises :class:`BuildError` on every rank where a part of the model is missing or doubled, and
+    ValueError on a rank that has loaded two versions of cuDNN.
 
     Collective over the world.
     """

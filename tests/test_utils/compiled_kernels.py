@@ -33,8 +33,8 @@ def compiled(kernel, types, constants, num_warps):
 
 def merging(block, channels):
     types = {"out": "*fp32", "lse": "*fp32", "block_out": f"*{block}", "block_lse": "*fp32"}
-    constants = {"CHANNELS": channels, "PADDED": triton.next_power_of_2(channels), "ROWS": 16}
-    return compiled(merge_attention._merge_kernel, types, constants, 4)
+    constants = {"CHANNELS": channels, "PADDED": triton.next_power_of_2(channels), "ROWS": merge_attention._ROWS}
+    return compiled(merge_attention._merge_kernel, types, constants, merge_attention._NUM_WARPS)
 
 
 def adding_columns(total):
@@ -61,7 +61,7 @@ def updating(weight, kept_bits, first, second):
         "SECOND": TRITON_TYPES[second], "DECOUPLED": True, "AVOID_HALVES": kept_bits == 16, "ALIGNMENT": 16,
         "FIELDS": adam._FIELDS, "BLOCK": adam._BLOCK,
     }  # fmt: skip
-    return compiled(adam._adam_kernel, types, constants, 8)
+    return compiled(adam._adam_kernel, types, constants, adam._NUM_WARPS)
 
 
 CASES = {

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.core.extensions.installed import loaded_libraries
+
 CUDNN_LENGTHS = 128
 """Queries and keys must be multiples of this: tiles that end beyond the keys were reported to give NaN gradients where
 scores are small (NVIDIA/cudnn-frontend#160 and #1072, pytorch/pytorch#196678), and illegal accesses
@@ -20,21 +22,16 @@ def cudnn_takes_lengths(num_queries: int, num_keys: int) -> bool:
 
 
 def loaded_cudnn() -> dict[Path, str]:
-    """Directories from which this process has loaded cuDNN, and the name of a library from each. Linux only."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return {}
-    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if "/libcudnn" in line}
-    return {path.parent: path.name for path in sorted(paths) if path.name.startswith("libcudnn")}
+    """Directories from which this process has loaded cuDNN, and the name of a library from each."""
+    return {path.parent: path.name for path in loaded_libraries("libcudnn")}
 
 
 def require_one_cudnn() -> None:
-    """Raises ValueError where there are parts of several: they call each other, and gave NaN and illegal accesses."""
+    """Raises ValueError where this process has loaded parts of several, which call each other."""
     if len(homes := sorted(map(str, loaded_cudnn()))) > 1:
         raise ValueError(
-            f"this process has loaded cuDNN from {' and '.join(homes)}, whose parts would call each other and compute "
-            "wrong numbers; load only the one that torch brings: import torch first, and unset CUDNN_HOME, CUDNN_PATH, "
+            f"this process has loaded cuDNN from {' and '.join(homes)}, whose parts call each other: wrong numbers "
+            "or crashes; load only the one that torch brings: import torch first, and unset CUDNN_HOME, CUDNN_PATH, "
             "LD_PRELOAD and LD_LIBRARY_PATH where they name another"
         )
 

@@ -1,8 +1,9 @@
-"""Whether an optional package is there, without importing it. Torch-free."""
+"""Which optional packages are there, and which shared libraries this process has loaded. Torch-free."""
 
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 
 def is_installed(module: str) -> bool:
@@ -12,3 +13,13 @@ def is_installed(module: str) -> bool:
     except ValueError:  # imported already, and not from a file
         return True
     return spec is not None and spec.loader is not None and spec.origin is not None
+
+
+def loaded_libraries(prefix: str) -> list[Path]:
+    """Files of the shared libraries in this process whose names begin with ``prefix``, sorted; on Linux only."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {Path(line.split(maxsplit=5)[5]) for line in lines if f"/{prefix}" in line}
+    return sorted(path for path in paths if path.name.startswith(prefix))

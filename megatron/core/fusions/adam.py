@@ -70,7 +70,7 @@ def adam_reference_(groups: Sequence[AdamGroup], step: AdamStep) -> None:
 
 
 _FIELDS = 6  # gradient, weight, kept, first moment, second moment: addresses; number of elements
-_BLOCK = 4096
+_BLOCK, _NUM_WARPS = 4096, 8
 
 if triton is not None:
 
@@ -179,7 +179,7 @@ class TritonAdam:
                     WEIGHT=_TRITON_TYPES[kind.weight], KEPT_BITS=kind.kept_bits, FIRST=_TRITON_TYPES[kind.first],
                     SECOND=_TRITON_TYPES[kind.second], DECOUPLED=step.decoupled,
                     AVOID_HALVES=kind.avoids_halves, ALIGNMENT=kind.alignment, FIELDS=_FIELDS, BLOCK=_BLOCK,
-                    num_warps=8,
+                    num_warps=_NUM_WARPS,
                 )  # fmt: skip
 
     def _current(self, index: int, tensors: Sequence[Updated]) -> list[_Table]:

@@ -20,6 +20,7 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
+_ROWS, _NUM_WARPS = 16, 4
 
 def merge_attention_reference_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Plain torch; ``out`` [..., d] and ``lse`` [...] may be views, -inf where no key has been seen."""
@@ -62,11 +63,11 @@ if triton is not None:
 
 def _merge_triton_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     batch, heads, queries, channels = out.shape
-    rows = 16
-    grid = (triton.cdiv(queries, rows), batch * heads)
+    grid = (triton.cdiv(queries, _ROWS), batch * heads)
     _merge_kernel[grid](
         out, lse, block_out, block_lse, heads, queries, *out.stride()[:3], *lse.stride(), *block_out.stride()[:3],
-        *block_lse.stride(), CHANNELS=channels, PADDED=triton.next_power_of_2(channels), ROWS=rows, num_warps=4,
+        *block_lse.stride(), CHANNELS=channels, PADDED=triton.next_power_of_2(channels), ROWS=_ROWS,
+        num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
 """One cuDNN in a process. Libraries without content stand in for its parts: it is their names that are found."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 from megatron.core.extensions.cudnn import cudnn_takes_lengths
+from tests.test_utils.gpt_runs import MODEL_FLAGS
 
 PARTS = ["libcudnn.so.9", "libcudnn_graph.so.9", "libcudnn_ops.so.9"]
 
@@ -50,6 +52,14 @@ def test_parts_of_another_one_are_refused(two_versions, where):
     error = run(two_versions, "require_one_cudnn()", load, where).stderr
     assert "ValueError" in error and "import torch first" in error
     assert all(str(two_versions / home) in error for home in ("torch", "system"))
+
+
+def test_training_does_not_start_with_parts_of_two(two_versions):
+    both = f"{two_versions}/torch/libcudnn.so.9:{two_versions}/system/libcudnn_graph.so.9"
+    command = [sys.executable, "pretrain_gpt.py", *MODEL_FLAGS, "--mock-data"]
+    outcome = subprocess.run(command, env={**os.environ, "LD_PRELOAD": both}, capture_output=True, text=True)
+    assert outcome.returncode == 1 and "iteration " not in outcome.stdout
+    assert outcome.stderr.count("this process has loaded cuDNN from") == 1 and "Traceback" not in outcome.stderr
 
 
 def test_what_the_user_named_is_named_again_afterwards(two_versions):
