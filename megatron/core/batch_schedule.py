@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
+from megatron.core.errors import UserError
+
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -49,10 +51,10 @@ def parse_token_count(text: str) -> int:
     """``"2.4B"`` -> 2400000000. Suffixes K, M, B, T are powers of 1000; ``ValueError`` for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
     if not match:
-        raise ValueError(f"--step-batch-size-schedule: {text!r} is not a token count such as 0, 500M or 2.4B")
+        raise UserError(f"--step-batch-size-schedule: {text!r} is not a token count such as 0, 500M or 2.4B")
     count = Fraction(match[1]) * _SUFFIXES[match[2]]
     if count.denominator != 1:
-        raise ValueError(f"--step-batch-size-schedule: {text!r} is not a whole number of tokens")
+        raise UserError(f"--step-batch-size-schedule: {text!r} is not a whole number of tokens")
     return int(count)
 
 
@@ -67,16 +69,16 @@ def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
     for entry in text.replace(",", " ").split():
         threshold, colon, size_text = entry.partition(":")
         if not colon or not size_text.isdigit() or int(size_text) == 0:
-            raise ValueError(f"{flag}: {entry!r} is not TOKENS:SIZE with a positive whole size")
+            raise UserError(f"{flag}: {entry!r} is not TOKENS:SIZE with a positive whole size")
         tokens = parse_token_count(threshold)
         if not plateaus and tokens:
-            raise ValueError(f"{flag}: the first threshold is {threshold}, it must be 0")
+            raise UserError(f"{flag}: the first threshold is {threshold}, it must be 0")
         if tokens <= previous:
-            raise ValueError(f"{flag}: thresholds must rise, but {threshold} follows {previous}")
+            raise UserError(f"{flag}: thresholds must rise, but {threshold} follows {previous}")
         previous = tokens
         plateaus.append(Plateau(-(-tokens // seq_length), int(size_text)))
     if not plateaus:
-        raise ValueError(f"{flag}: no entry; give for example \"0:16 2.4B:320\"")
+        raise UserError(f"{flag}: no entry; give for example \"0:16 2.4B:320\"")
     return plateaus
 
 
@@ -87,13 +89,13 @@ def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
     """
     flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
     if len(rampup) != 3:
-        raise ValueError(f"{flag}: needs three numbers, START INCREMENT SAMPLES")
+        raise UserError(f"{flag}: needs three numbers, START INCREMENT SAMPLES")
     start, increment, samples = (int(value) for value in rampup)
     if start <= 0 or increment <= 0 or samples < 0:
-        raise ValueError(f"{flag}: start and increment must be positive and samples not negative")
+        raise UserError(f"{flag}: start and increment must be positive and samples not negative")
     steps, rest = divmod(final_size - start, increment)
     if steps < 0 or rest:
-        raise ValueError(
+        raise UserError(
             f"{flag}: the way from {start} to --global-batch-size {final_size} is not a whole number of "
             f"increments of {increment}; nearest start: {final_size - max(steps, 0) * increment}"
         )
@@ -108,10 +110,10 @@ def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
     """
     if config.step_batch_size_schedule:
         if config.rampup_batch_size:
-            raise ValueError("--step-batch-size-schedule and --rampup-batch-size exclude each other: give one")
+            raise UserError("--step-batch-size-schedule and --rampup-batch-size exclude each other: give one")
         return parse_step_schedule(config.step_batch_size_schedule, config.seq_length)
     if not config.global_batch_size or config.global_batch_size < 0:
-        raise ValueError(f"--global-batch-size {config.global_batch_size}: give a positive size")
+        raise UserError(f"--global-batch-size {config.global_batch_size}: give a positive size")
     if config.rampup_batch_size:
         return ramp_schedule(config.rampup_batch_size, config.global_batch_size)
     return [Plateau(0, config.global_batch_size)]
@@ -123,7 +125,7 @@ def check_batch_sizes(config: BatchConfig, data_parallel_size: int) -> None:
     for size in dict.fromkeys(plateau.size for plateau in batch_size_plateaus(config)):
         if size < unit or (size % unit and not config.decrease_batch_size_if_needed):
             near = max(size // unit, 1) * unit
-            raise ValueError(
+            raise UserError(
                 f"global batch size {size} is not divisible by --micro-batch-size {config.micro_batch_size} x "
                 f"data-parallel size {data_parallel_size}; nearest valid sizes: {near} and {near + unit}"
             )

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megatron.core.errors import UserError
+
 _UNSET: Any = dataclasses.MISSING
 _NO_VALUE: Any = object()
 
@@ -40,7 +42,7 @@ class Problem:
         return f"{self.flag}{value}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """Every problem of a configuration at once; ``str()`` is one line per problem."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:

@@ -13,6 +13,8 @@ import importlib.util
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from megatron.core.errors import UserError
+
 SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "split_share", "blocking", "net_name")
 
 DEFAULTS: dict[str, dict[str, Any]] = {"pp_up": {"max_ctas": 4}, "pp_down": {"max_ctas": 4}}
@@ -23,18 +25,18 @@ while waiting is lost to the products beside them, and a few thread blocks carry
 def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, Any]]:
     """Settings by axis. ValueError naming every axis and setting that does not exist, and where PyYAML is missing."""
     if importlib.util.find_spec("yaml") is None:
-        raise ValueError("nccl_communicator_config_path needs the package PyYAML: pip install pyyaml")
+        raise UserError("nccl_communicator_config_path needs the package PyYAML: pip install pyyaml")
     import yaml
 
     with open(path, encoding="utf-8") as file:
         content = yaml.safe_load(file)
     if not isinstance(content, Mapping) or not all(isinstance(value, Mapping) for value in content.values()):
-        raise ValueError(f"{path}: must hold lines such as `tp: {{max_ctas: 8}}`")
+        raise UserError(f"{path}: must hold lines such as `tp: {{max_ctas: 8}}`")
     problems = [f"{axis}: no such group, choose from {', '.join(sorted(axes))}" for axis in content if axis not in axes]
     for axis, settings in content.items():
         problems += [f"{axis}.{name}: choose from {', '.join(SETTINGS)}" for name in settings if name not in SETTINGS]
     if problems:
-        raise ValueError(f"{path}: {'; '.join(problems)}")
+        raise UserError(f"{path}: {'; '.join(problems)}")
     return {axis: dict(settings) for axis, settings in content.items()}
 
 

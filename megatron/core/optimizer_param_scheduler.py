@@ -29,6 +29,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from megatron.core.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -116,7 +118,7 @@ class SchedulePlan:
 
     def __post_init__(self) -> None:
         def refuse(flag: str, value: object, reason: str) -> None:
-            raise ValueError(f"{flag} {value}: {reason}")
+            raise UserError(f"{flag} {value}: {reason}")
 
         if self.lr_decay_style not in LR_DECAY_STYLES:
             refuse("--lr-decay-style", self.lr_decay_style, f"choose one of {', '.join(LR_DECAY_STYLES)}")
@@ -150,13 +152,13 @@ def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
         ValueError: a needed flag is missing, or the lengths contradict one another.
     """
     if config.lr is None:
-        raise ValueError("--lr is not set: give the peak learning rate")
+        raise UserError("--lr is not set: give the peak learning rate")
     style = config.weight_decay_incr_style
     start, end = config.start_weight_decay, config.end_weight_decay
     if style == "constant":
         start = end = config.weight_decay
     elif start is None or end is None:
-        raise ValueError(f"--weight-decay-incr-style {style}: needs --start-weight-decay and --end-weight-decay")
+        raise UserError(f"--weight-decay-incr-style {style}: needs --start-weight-decay and --end-weight-decay")
     total, decay, warmup, anneal = _lengths_in_samples(config)
     if config.lr_warmup_fraction is not None:
         warmup = config.lr_warmup_fraction * decay
@@ -173,14 +175,14 @@ def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | 
     if config.train_iters and not config.train_samples:  # a run by samples may have its iterations filled in
         size = config.global_batch_size
         if not size:
-            raise ValueError("--global-batch-size is not set: a schedule in iterations needs it")
+            raise UserError("--global-batch-size is not set: a schedule in iterations needs it")
         decay = (config.train_iters if config.lr_decay_iters is None else config.lr_decay_iters) * size
         anneal = None if config.lr_wsd_decay_iters is None else config.lr_wsd_decay_iters * size
         return config.train_iters * size, decay, config.lr_warmup_iters * size, anneal
     if config.train_samples:
         decay = config.train_samples if config.lr_decay_samples is None else config.lr_decay_samples
         return config.train_samples, decay, config.lr_warmup_samples, config.lr_wsd_decay_samples
-    raise ValueError("neither --train-iters nor --train-samples is set: the schedule has no length")
+    raise UserError("neither --train-iters nor --train-samples is set: the schedule has no length")
 
 
 def lr(config: ScheduleConfig, consumed_samples: int) -> float:
@@ -255,7 +257,7 @@ class OptimizerParamScheduler:
         override_opt_param_scheduler: bool = False, **fields: Any,
     ) -> None:  # fmt: skip
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
-            raise ValueError("--use-checkpoint- and --override-opt_param-scheduler exclude each other")
+            raise UserError("--use-checkpoint- and --override-opt_param-scheduler exclude each other")
         self.optimizer = optimizer
         ready = len(plan) == 1 and not fields and isinstance(plan[0], SchedulePlan)
         self.plan: SchedulePlan = plan[0] if ready else SchedulePlan(*plan, **fields)
@@ -299,7 +301,7 @@ class OptimizerParamScheduler:
         num_steps = int(fields.pop("num_steps"))
         unknown = set(fields) ^ set(SchedulePlan.__dataclass_fields__)
         if unknown:
-            raise ValueError(f"the stored schedule has wrong fields: {', '.join(sorted(unknown))}")
+            raise UserError(f"the stored schedule has wrong fields: {', '.join(sorted(unknown))}")
         stored = SchedulePlan(**fields)
         differences = [
             f"{name}: checkpoint {theirs!r}, now {ours!r}"
@@ -312,7 +314,7 @@ class OptimizerParamScheduler:
         elif differences and self.override_opt_param_scheduler:
             logger.warning("overriding the schedule of the checkpoint: %s", "; ".join(differences))
         elif differences:
-            raise ValueError(
+            raise UserError(
                 f"the learning rate schedule differs from the checkpoint's ({'; '.join(differences)}): give "
                 "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler to keep it"
             )

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.copy_engines.choice import engines_of
+from megatron.core.errors import UserError
 from megatron.core.nccl_options import DEFAULTS as NCCL_DEFAULTS
 from megatron.core.nccl_options import group_options, read_nccl_settings
 from megatron.core.notices import notice
@@ -133,7 +134,7 @@ def _two_levels(sizes: Sequence[int] | None) -> tuple[int, int] | None:
     if sizes is None:
         return None
     if len(sizes) != 2:
-        raise ValueError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
+        raise UserError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
     return sizes[0], sizes[1]
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from megatron.core.errors import UserError
+
 ATTENTION_RATE = 0.65
 """Of the rate of matrix products, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192 tokens,
 forward and backward, beside 670 of products."""
@@ -58,7 +60,7 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
     """
     num_stages, num = len(smallest), len(costs)
     if num < sum(smallest):
-        raise ValueError(f"{num} layers cannot fill {num_stages} pipeline stages")
+        raise UserError(f"{num} layers cannot fill {num_stages} pipeline stages")
     before = [0.0, *accumulate(costs)]
     mean = (before[-1] + front + back) / num_stages
     largest = math.ceil(num / max(num_stages - 1, 1)) + math.ceil(mean * num / max(before[-1], 1e-9))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.cli import flag
+from megatron.core.errors import UserError
 from megatron.core.pipeline_balance import balanced_counts, half_costs, output_layer_cost, shared_out, slowest
 
 
@@ -134,7 +135,7 @@ class StageContents:
 # ---- layout strings
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError):
     """What is wrong with a layout string, and where (a position counted from 1)."""
 
 
@@ -266,11 +267,11 @@ def pipeline_stages(
     if config.pipeline_model_parallel_layout is not None:
         stages = parse_layout(config.pipeline_model_parallel_layout)
         if len(stages) % ranks:
-            raise ValueError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
+            raise UserError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
         if (num := sum(stage.num_layers for stage in stages)) != config.num_layers:
-            raise ValueError(f"the layout has {num:g} layers, the model {config.num_layers}")
+            raise UserError(f"the layout has {num:g} layers, the model {config.num_layers}")
         if not cuttable and (cut := next((stage for stage in stages if stage.cuts_layers), None)):
-            raise ValueError(f"the layout has {cut} on stage {cut.stage}, but this model's layers cannot be cut")
+            raise UserError(f"the layout has {cut} on stage {cut.stage}, but this model's layers cannot be cut")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
         return _from_counts([2 * count for count in _given_ends(config, ranks, chunks)])
@@ -292,7 +293,7 @@ def _given_ends(config: PipelineShape, ranks: int, chunks: int) -> list[int]:
     rest = config.num_layers - (first or 0) - (last or 0)
     others = ranks - (first is not None) - (last is not None)
     if rest < others * chunks or (others <= 0 and rest):
-        raise ValueError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
+        raise UserError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
     per_rank = shared_out(rest, others) if others else []
     per_rank = ([] if first is None else [first]) + per_rank + ([] if last is None else [last])
     per_chunk = [shared_out(count, chunks) for count in per_rank]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from megatron.core import rng
+from megatron.core.errors import UserError
 from megatron.core.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 
 __all__ = [
@@ -166,7 +167,7 @@ def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[i
     for axis, placement in spec.mesh.items():
         for dim, pieces, index in _splits(placement, getattr(groups, axis)):
             if lengths[dim] % pieces:
-                raise ValueError(
+                raise UserError(
                     f"dim {dim} of size {lengths[dim]} of a parameter with global shape {spec.shape} is not divisible "
                     f"by the {axis} size {pieces}"
                 )

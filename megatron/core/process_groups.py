@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megatron.core.errors import UserError
+
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 
 
@@ -128,34 +130,34 @@ class RankGrid:
 
     def __post_init__(self) -> None:
         if self.cp_levels is not None and math.prod(self.cp_levels) != self.cp:
-            raise ValueError(
+            raise UserError(
                 f"hierarchical context-parallel sizes {self.cp_levels[0]} x {self.cp_levels[1]} are not "
                 f"context-parallel size {self.cp}"
             )
         if self.optimizer_instances < 1 or (self.dp * self.cp) % self.optimizer_instances:
-            raise ValueError(
+            raise UserError(
                 f"{self.optimizer_instances} optimizer instances do not divide the {self.dp * self.cp} ranks of data "
                 "and context parallelism"
             )
         for axis in ("tp", "cp", "dp", "pp", "ep"):
             if getattr(self, axis) < 1:
-                raise ValueError(f"{axis} size is {getattr(self, axis)}; every axis needs a size of at least 1")
+                raise UserError(f"{axis} size is {getattr(self, axis)}; every axis needs a size of at least 1")
         if sorted(self.order.split("-")) != sorted(DEFAULT_ORDER.split("-")):
-            raise ValueError(f"order {self.order!r} must be a permutation of {DEFAULT_ORDER!r}")
+            raise UserError(f"order {self.order!r} must be a permutation of {DEFAULT_ORDER!r}")
         if self.world_size % (self.expert_tp * self.ep * self.pp):
-            raise ValueError(
+            raise UserError(
                 f"expert grid: world size {self.world_size} is not divisible by expert-tensor-parallel "
                 f"{self.expert_tp} x "
                 f"expert-model-parallel {self.ep} x pipeline-model-parallel {self.pp}"
             )
         if self._rank_lists(self.expert_sizes, "pp") != self._rank_lists(self.sizes, "pp"):
-            raise ValueError(f"order {self.order!r} gives the expert grid other pipeline groups than the dense grid")
+            raise UserError(f"order {self.order!r} gives the expert grid other pipeline groups than the dense grid")
 
     @classmethod
     def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **rest: Any) -> RankGrid:
         """The grid whose data-parallel size is what remains of ``world_size``."""
         if world_size % (tp * cp * pp):
-            raise ValueError(
+            raise UserError(
                 f"world size {world_size} is not divisible by tensor-model-parallel {tp} x context-parallel {cp} x "
                 f"pipeline-model-parallel {pp} = {tp * cp * pp}; choose sizes whose product divides it"
             )

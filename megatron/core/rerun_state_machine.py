@@ -7,7 +7,13 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core.errors import UserError
+
 logger = logging.getLogger(__name__)
+
+
+class RejectedResult(UserError, ArithmeticError):
+    """A result that a script does not accept."""
 
 
 class RerunStateMachine:
@@ -29,7 +35,7 @@ class RerunStateMachine:
         if not bool(rejection_func(result)):
             return
         if fatal:
-            raise ArithmeticError(f"{message}: {result}")
+            raise RejectedResult(f"{message}: {result}")
         logger.warning("%s: %s", message, result)
 
 

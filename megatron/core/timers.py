@@ -13,6 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron.core.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 MAX_LOG_LEVEL = 2
@@ -124,7 +126,7 @@ class Timers:
     ):
         """``barrier_with_L1_time``: a ``with`` block of level 1 begins and ends when all ranks came there."""
         if log_option not in ("max", "minmax", "all"):
-            raise ValueError(f"--timing-log-option {log_option!r}: choose max, minmax or all")
+            raise UserError(f"--timing-log-option {log_option!r}: choose max, minmax or all")
         self.log_level, self.log_option = log_level, log_option
         self.barrier_with_L1_time = barrier_with_L1_time
         self.latest: dict[str, float] = {}

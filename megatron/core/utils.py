@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import zigzag
+from megatron.core.errors import UserError
 
 
 class StragglerDetector:
@@ -37,7 +38,7 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     if cp.size == 1:
         return batch
     if batch.get("attention_mask") is not None:
-        raise ValueError(
+        raise UserError(
             f"attention_mask: --context-parallel-size {cp.size} takes no dense masks; pass None, and boundaries of"
             " documents as cu_seqlens (--reset-attention-mask)"
         )

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.errors import UserError
+
 Blend = tuple[list[str], list[float] | None]
 """Prefixes, and their weights or None."""
 
@@ -44,7 +46,7 @@ def parse_and_normalize_split(split: str) -> list[float]:
     except ValueError:
         parts = []
     if strange or not parts or len(parts) > len(Split) or sum(parts) <= 0:
-        raise ValueError(
+        raise UserError(
             f"--split {split!r}: give one to three numbers, not all zero, for train,valid,test, such as 969,30,1"
         )
     return normalize(parts + [0.0] * (len(Split) - len(parts)))
@@ -72,12 +74,12 @@ def get_blend_from_list(blend: Sequence[Any] | None, flag: str = "--data-path") 
         return None
     entries = [str(entry).strip() for entry in blend]
     if not entries:
-        raise ValueError(f"{flag} is empty: give a prefix, several, or pairs of weight and prefix")
+        raise UserError(f"{flag} is empty: give a prefix, several, or pairs of weight and prefix")
     numeric = [_as_number(entry) is not None for entry in entries]
     if len(entries) == 1 or not any(numeric):
         return entries, None
     if len(entries) % 2 or not all(numeric[0::2]) or any(numeric[1::2]):
-        raise ValueError(
+        raise UserError(
             f"{flag} {' '.join(entries)}: neither a list of prefixes nor pairs of weight and prefix; "
             "give every prefix a weight before it, or none"
         )
@@ -89,10 +91,10 @@ def get_blend_from_list(blend: Sequence[Any] | None, flag: str = "--data-path") 
 def check_weights(weights: Sequence[float], prefixes: Sequence[str], flag: str = "--data-path") -> None:
     """Every weight finite and above zero, as many as prefixes."""
     if len(weights) != len(prefixes):
-        raise ValueError(f"{flag}: {len(weights)} weights for {len(prefixes)} prefixes")
+        raise UserError(f"{flag}: {len(weights)} weights for {len(prefixes)} prefixes")
     for weight, prefix in zip(weights, prefixes):
         if not (math.isfinite(weight) and weight > 0):
-            raise ValueError(
+            raise UserError(
                 f"{flag}: the weight of {prefix} is {weight}; weights are above zero (leave the data set out instead)"
             )
 
@@ -120,7 +122,7 @@ def get_blend_and_blend_per_split(args: Any) -> tuple[Blend | None, list[Blend |
     }
     chosen = [flag for flag, present in given.items() if present]
     if len(chosen) > 1:
-        raise ValueError(f"{' and '.join(chosen)} are both given: a run reads exactly one source of data; keep one")
+        raise UserError(f"{' and '.join(chosen)} are both given: a run reads exactly one source of data; keep one")
     if args.data_path is not None:
         return get_blend_from_list(args.data_path), None
     if args.data_args_path is not None:
@@ -138,7 +140,7 @@ def _read(path: str, flag: str) -> str:
         with open(path, encoding="utf-8") as stream:
             return stream.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error}") from error
+        raise UserError(f"{flag} {path} cannot be read: {error}") from error
 
 
 def _read_per_split(path: str) -> list[Blend | None]:
@@ -147,13 +149,13 @@ def _read_per_split(path: str) -> list[Blend | None]:
     try:
         content = json.loads(_read(path, flag))
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{flag} {path} is no JSON: {error}") from error
+        raise UserError(f"{flag} {path} is no JSON: {error}") from error
     names = [split.name for split in Split]
     if not isinstance(content, dict) or not content or not set(content) <= set(names):
-        raise ValueError(f'{flag} {path}: expected an object such as {{"train": ["prefix"], "valid": [1.0, "prefix"]}}')
+        raise UserError(f'{flag} {path}: expected an object such as {{"train": ["prefix"], "valid": [1.0, "prefix"]}}')
     for name, blend in content.items():
         if blend is not None and not (
             isinstance(blend, list) and all(isinstance(entry, str | int | float) for entry in blend)
         ):
-            raise ValueError(f"{flag} {path}: {name!r} is not a list of prefixes, or of weights and prefixes")
+            raise UserError(f"{flag} {path}: {name!r} is not a list of prefixes, or of weights and prefixes")
     return [get_blend_from_list(content.get(name), f"{flag} {path}, {name!r}") for name in names]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.data import helpers
 
 SEPARATE_BELOW = 0.80
@@ -43,7 +44,7 @@ def plan_epochs(tokens_per_epoch: int, num_samples: int | None, sequence_length:
         extra_token: 1 where samples of a run share a token with the next (the last label), else 0.
     """
     if tokens_per_epoch < 1:
-        raise ValueError("the documents hold no tokens")
+        raise UserError("the documents hold no tokens")
     if num_samples is None:
         return EpochPlan(1, tokens_per_epoch, None)
     num_epochs = max(1, -(-(num_samples * sequence_length + extra_token) // tokens_per_epoch))

@@ -9,6 +9,8 @@ import logging
 
 import numpy as np
 
+from megatron.core.errors import UserError
+
 try:
     import megatron.data.helpers_cpp as _cpp
 except ImportError:  # no compiler at installation: the numpy twins below are the implementation
@@ -70,7 +72,7 @@ def build_sample_idx(
         sample. int32 where ``document_indices`` is int32 and short enough, else int64; the values do not depend on it.
     """
     if sequence_length < 1:
-        raise ValueError(f"sequence_length is {sequence_length}; it must be at least 1")
+        raise UserError(f"sequence_length is {sequence_length}; it must be at least 1")
     extra = int(add_extra_token_to_sequence)
     num_samples = count_samples(num_epochs * tokens_per_epoch, sequence_length, drop_last_partial_sequence, extra)
     narrow = document_indices.dtype == np.int32 and len(document_indices) <= _INT32_MAX
@@ -168,7 +170,7 @@ def build_exhaustive_blending_indices_numpy(sizes: np.ndarray) -> tuple[np.ndarr
 
 def _check_number_of_sources(count: int) -> None:
     if not 1 <= count <= MAX_SOURCES:
-        raise ValueError(
+        raise UserError(
             f"{count} data sources: a blend takes 1 to {MAX_SOURCES}; merge some with tools/merge_datasets.py"
         )
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.data.mapping import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -31,7 +32,7 @@ HEADER_BYTES = HEADER.size  # 34
 CHECK_CHUNK = 1 << 18  # sequences per step of the consistency check: stays in the L2 cache, bounds memory
 
 
-class IndexedDatasetError(ValueError):
+class IndexedDatasetError(UserError):
     """A ``.bin``/``.idx`` pair that must not be read; the message names the file, the reason and the fix."""
 
 

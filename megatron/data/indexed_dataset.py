@@ -39,6 +39,10 @@ logger = logging.getLogger(__name__)
 DEFAULT_SUFFIX = "_text_document"  # what tools/preprocess_data.py appends for the default json key
 
 
+class MissingDatasetError(IndexedDatasetError, FileNotFoundError):
+    """There is no data set where one was looked for."""
+
+
 class MemoryMappedTokens:
     """The whole ``.bin`` as one read-only array; slices are views and keep the mapping alive."""
 
@@ -91,7 +95,7 @@ class IndexedDataset:
         idx_path, bin_path = get_idx_path(self.path_prefix), get_bin_path(self.path_prefix)
         for path in (idx_path, bin_path):
             if not os.path.exists(path):
-                raise FileNotFoundError(
+                raise MissingDatasetError(
                     f"{path} does not exist. A data set is a pair of files {self.path_prefix}.bin and .idx"
                 )
         self.index: Index = read_index(idx_path, os.path.getsize(bin_path), multimodal)
@@ -195,7 +199,7 @@ def resolve_prefix(path_prefix: str) -> str:
         path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7
     )
     hint = f" Near by: {', '.join(near)}." if near else ""
-    raise FileNotFoundError(
+    raise MissingDatasetError(
         f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor {suffixed}.bin/.idx exist as a pair.{hint} "
         "A data path is what tools/preprocess_data.py printed, without .bin or .idx."
     )

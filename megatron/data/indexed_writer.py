@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.data.index_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path, read_index
 
 BUFFER_BYTES = 4 << 20
@@ -142,7 +143,7 @@ class IndexedDatasetBuilder:
         bin_path = get_bin_path(path_prefix)
         index = read_index(get_idx_path(path_prefix), os.path.getsize(bin_path), self.multimodal)
         if index.dtype != self.dtype:
-            raise ValueError(
+            raise UserError(
                 f"{path_prefix} holds {index.dtype.__name__} tokens, this data set {self.dtype.__name__}: "
                 "tokenize both with the same vocabulary"
             )
@@ -212,7 +213,7 @@ class IndexedDatasetBuilder:
             low, high = int(given.min()), int(given.max())
             if low < limits.min or high > limits.max:
                 worst = low if low < limits.min else high
-                raise ValueError(
+                raise UserError(
                     f"token id {worst} does not fit {self._np_dtype.name} ({limits.min} to {limits.max}) in "
                     f"{self.bin_path}: choose the dtype with DType.optimal_dtype(vocab_size)"
                 )

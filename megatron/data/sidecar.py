@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
+from megatron.core.errors import UserError
+
 FORMAT_VERSION = 1
 
 
@@ -76,7 +78,7 @@ def read_sidecar(prefix: str) -> SidecarInfo | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read as a tokenizer sidecar ({error}); run tools/preprocess_data.py again, or remove "
             "the file to train without the check"
         ) from error
@@ -91,7 +93,7 @@ def check_sidecar(prefix: str, tokenizer: FingerprintedTokenizer) -> SidecarInfo
     info = read_sidecar(prefix)
     if info is None or info.fingerprint == tokenizer.fingerprint:
         return info
-    raise ValueError(
+    raise UserError(
         f"{prefix} was made with another tokenizer: {info.tokenizer_type} with {info.vocab_size} ids, sha256 "
         f"{info.fingerprint[:12]}; the flags give {tokenizer.tokenizer_type} with {tokenizer.vocab_size} ids, sha256 "
         f"{tokenizer.fingerprint[:12]}. Give the tokenizer flags that made the data, or preprocess it again; if the "

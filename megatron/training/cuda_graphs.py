@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import UserError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -122,7 +123,7 @@ class GraphedForwardBackward:
 
     def _replay(self, recording: _Recording, batch: dict[str, Tensor], factor: Tensor) -> MicroBatchResult:
         if (found := _form(batch)) != (recorded := _form(recording.inputs)):
-            raise ValueError(
+            raise UserError(
                 f"--cuda-graph-impl local: a micro-batch holds {found}, the recorded one {recorded}; leave the flag "
                 "out for such data"
             )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.core.errors import UserError
 from megatron.training.exit_conditions import outlive_exit_signal
 
 PADDING = -1  # the data set index of a sample that only evens out a ragged last batch
@@ -32,7 +33,7 @@ class Shard:
         """Stream positions of this rank's micro-batches of the global batch that begins at ``start``."""
         stride = self.micro_batch_size * self.size
         if global_batch_size % stride:
-            raise ValueError(
+            raise UserError(
                 f"--global-batch-size {global_batch_size}: not divisible by --micro-batch-size {self.micro_batch_size}"
                 f" times {self.size} data-parallel ranks; the nearest sizes are {global_batch_size // stride * stride}"
                 f" and {(global_batch_size // stride + 1) * stride}"

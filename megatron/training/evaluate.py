@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from megatron.core.errors import UserError
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -38,7 +39,7 @@ def eval_sets(dataset: Any, names: list[str] | None = None) -> list[EvalSet]:
         return [EvalSet(dataset)]
     labels = names or [str(index) for index in range(len(dataset))]
     if len(labels) != len(dataset):
-        raise ValueError(f"--validation-set-names: {len(labels)} names for {len(dataset)} validation sets")
+        raise UserError(f"--validation-set-names: {len(labels)} names for {len(dataset)} validation sets")
     return [EvalSet(part, label) for part, label in zip(dataset, labels) if part is not None]
 
 

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.core.errors import UserError
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def as_signal(value: signal.Signals | str | int) -> signal.Signals:
             return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
         return signal.Signals(value)
     except (KeyError, ValueError):
-        raise ValueError(f"--exit-signal: {value!r} is no signal of this system; use e.g. SIGTERM or SIGUSR1") from None
+        raise UserError(f"--exit-signal: {value!r} is no signal of this system; use e.g. SIGTERM or SIGUSR1") from None
 
 
 class ExitConditions:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 if TYPE_CHECKING:
     from torch import Tensor
 
+from megatron.core.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 Scalar = Union[float, int, "Tensor"]
@@ -30,7 +32,7 @@ NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 METRICS_FILE, TIMING_FILE = "metrics.jsonl", "timing.jsonl"
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(UserError, ArithmeticError):
     """A loss or a gradient is NaN or infinite."""
 
 

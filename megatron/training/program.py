@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.core.cli import ConfigError
+from megatron.core.errors import UserError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import get_optimizer_param_scheduler
 from megatron.core.process_groups import ProcessGroups
@@ -55,8 +56,8 @@ TaskFactory = Callable[[PretrainConfig, Any], Task]
 def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
     """Trains ``make_task(cfg, tokenizer)`` as ``cfg`` (parsed, not yet resolved) says; returns the exit code.
 
-    What a user can mend (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
-    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback.
+    A ``UserError`` (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
+    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and is not caught.
     """
     configure_logging(cfg.logging_level)
     try:
@@ -71,9 +72,15 @@ def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
             shut_down()
     except ConfigError as error:
         return _refuse(str(error), 2)
-    except (ValueError, OSError, ArithmeticError) as error:
-        return _refuse(f"{type(error).__name__}: {error}", 1)
+    except UserError as error:
+        return _refuse(message_of(error), 1)
     return code
+
+
+def message_of(error: UserError) -> str:
+    """The message alone: a data loader's worker hands its errors on with its traceback in front of it."""
+    kind = type(error)
+    return str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
 
 
 def _refuse(message: str, code: int) -> int:
@@ -161,7 +168,7 @@ def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups:
     if cfg.dataloader_type == "external":
         return iter(dataset)
     if dataset is None:
-        raise ValueError("there is no training data: give --data-path, --train-data-path or --mock-data")
+        raise UserError("there is no training data: give --data-path, --train-data-path or --mock-data")
     order = EpochShuffle(len(dataset), cfg.seed) if cfg.dataloader_type == "cyclic" else sequential
     sampler = TrainSampler(
         Shard(cfg.micro_batch_size, groups.dp.rank, groups.dp.size),
@@ -176,7 +183,7 @@ def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups:
 def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
     """``loader``'s batches; running out of them is an error that says what to do."""
     yield from loader
-    raise ValueError(
+    raise UserError(
         f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
         " repeat, or more data, or fewer --train-iters"
     )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.errors import UserError
 from megatron.core.pipeline_parallel.schedules import MicroBatchResult
 from megatron.core.process_groups import Group
 
@@ -60,7 +61,7 @@ class LossSums:
             dist.broadcast_object_list(names, src=group.ranks[-1], group=group.handle, device=self.device)
             return names[0]
         if group.is_last and list(self.pairs) != known:
-            raise ValueError(
+            raise UserError(
                 f"the logged losses were {known} and are now {list(self.pairs)}: under --pipeline-model-parallel-size"
                 " they must be the same in every iteration, as stages pass them on by their order"
             )

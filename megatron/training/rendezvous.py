@@ -18,9 +18,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.core.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 REMIND_SECONDS = 10.0
+
+
+class RendezvousError(UserError, OSError):
+    """The ranks do not find each other; the message says who is missing and what to do."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +47,9 @@ class Place:
             return None
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         if not 0 <= rank < world_size:
-            raise ValueError(f"RANK {rank}: must lie in [0, {world_size}), as WORLD_SIZE is {world_size}")
+            raise RendezvousError(f"RANK {rank}: must lie in [0, {world_size}), as WORLD_SIZE is {world_size}")
         if not os.environ.get("MASTER_PORT", "").isdigit():
-            raise ValueError("MASTER_PORT: is not set to a port number, though MASTER_ADDR is set")
+            raise RendezvousError("MASTER_PORT: is not set to a port number, though MASTER_ADDR is set")
         return cls(
             rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
             os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -92,13 +98,13 @@ def open_store(place: Place, timeout: float) -> dist.Store:
     """A connection of its own to the run's store; the first one on rank 0 holds the store where no agent does.
 
     Raises:
-        OSError: nobody answers, or the port is in use; the message says who and what to do.
+        RendezvousError: nobody answers, or the port is in use; the message says who and what to do.
     """
     holds = place.rank == 0 and not place.agent_holds_store
     where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
     if not holds and not _is_listening(place, timeout):
         missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
-        raise OSError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?")
+        raise RendezvousError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?")
     try:
         store = dist.TCPStore(
             place.host, place.port, None, is_master=holds, timeout=timedelta(seconds=timeout), wait_for_workers=False,
@@ -107,7 +113,7 @@ def open_store(place: Place, timeout: float) -> dist.Store:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         advice = "rank 0 cannot listen there, another job may: choose another port" if holds else "no store is there"
-        raise OSError(f"{where}: {advice} ({reason})") from None
+        raise RendezvousError(f"{where}: {advice} ({reason})") from None
     return dist.PrefixStore(f"attempt-{place.attempt}", store)
 
 
@@ -115,8 +121,8 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
     """Signs in and waits until every rank has; everyone's sign-in by rank.
 
     Raises:
-        OSError: after ``timeout`` seconds, naming the ranks that are missing.
-        ValueError: a rank was started with another WORLD_SIZE.
+        RendezvousError: after ``timeout`` seconds, naming the ranks that are missing; or a rank was started with
+            another WORLD_SIZE.
     """
     store.set(f"arrival/{place.rank}", json.dumps(asdict(Arrival.of_this_process(place.world_size))))
     keys = [f"arrival/{rank}" for rank in range(place.world_size)]
@@ -125,7 +131,7 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
         now = time.monotonic()
         if now - begin > timeout:
             missing, listed = _missing(store, keys)
-            raise OSError(
+            raise RendezvousError(
                 f"{missing} of {place.world_size} ranks did not arrive within {timeout:g} s: {listed}. Look for"
                 " their errors, start all ranks, or raise --watchdog-timeout-seconds"
             )
@@ -137,7 +143,7 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
     odd = [rank for rank, each in enumerate(arrivals) if each.world_size != place.world_size]
     if odd:
         other = arrivals[odd[0]].world_size
-        raise ValueError(f"WORLD_SIZE is {place.world_size} on rank {place.rank} but {other} on rank {odd[0]}")
+        raise RendezvousError(f"WORLD_SIZE is {place.world_size} on rank {place.rank} but {other} on rank {odd[0]}")
     return arrivals
 
 

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
 from megatron.core.distributed import check_replicas, unwrapped
+from megatron.core.errors import UserError
 from megatron.core.extensions.cudnn import require_one_cudnn
 from megatron.core.process_groups import ProcessGroups, RankGrid
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -34,11 +35,11 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HALF = re.compile(r"(?:^|\.)layers\.(\d+)\.(input_layernorm|self_attention|pre_mlp_layernorm|mlp)\.")
 
 
-class BuildError(ValueError):
+class BuildError(UserError):
     """The ranks do not hold the model exactly once."""
 
 
-class ReplicasDiffer(ArithmeticError):
+class ReplicasDiffer(UserError, ArithmeticError):
     """Copies of a weight or of optimizer state are not equal any more."""
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 # Dense bf16 and fp8 TFLOP/s by a pattern of the device's name; the first match counts, so the special cases lead.
@@ -47,7 +49,7 @@ PEAKS: list[tuple[str, float, float | None]] = [
 ]
 
 
-class ThroughputError(ArithmeticError):
+class ThroughputError(UserError, ArithmeticError):
     """A measured rate above what the device can do."""
 
 

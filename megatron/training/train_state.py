@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+from megatron.core.errors import UserError
+
 
 @dataclass
 class TrainState:
@@ -28,5 +30,5 @@ class TrainState:
         """Inverse of :meth:`to_dict`; an unknown or missing counter is a ``ValueError``."""
         names = set(cls.__dataclass_fields__)
         if set(values) != names:
-            raise ValueError(f"train state has counters {sorted(values)}, expected {sorted(names)}")
+            raise UserError(f"train state has counters {sorted(values)}, expected {sorted(names)}")
         return cls(**values)

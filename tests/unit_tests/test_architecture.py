@@ -14,6 +14,7 @@ LAYERS = {
     "megatron": 0,  # the namespace package itself
     "megatron.core": 0,
     "megatron.data": 0,
+    "megatron.core.errors": -1,  # below megatron.data too
     "megatron.core.cli": 0,
     "megatron.core.notices": 0,
     "megatron.core.utils": 5,  # names for scripts; nothing below needs them
@@ -253,7 +254,7 @@ def test_parallel_state_pulls_in_few_modules():
     program = ("import sys, megatron.core.parallel_state;"
                "print(sum(name.startswith('megatron') for name in sys.modules))")
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert int(result.stdout) <= 12, "at most 10 modules beside the packages megatron and megatron.core"
+    assert int(result.stdout) <= 13, "at most 11 modules beside the packages megatron and megatron.core"
 
 
 FORBIDDEN_WORDS = ["/work/", "nexus", "issue #"]

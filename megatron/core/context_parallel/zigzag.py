@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.errors import UserError
+
 Spans = tuple[tuple[int, int], ...]
 """Stretches [start, stop) of global positions, ascending."""
 
@@ -20,7 +22,7 @@ def check_length(length: int, size: int) -> None:
     """ValueError where a sequence of ``length`` tokens has no 2 * ``size`` equal chunks."""
     if size > 1 and length % (2 * size):
         nearest = max(length // (2 * size), 1) * 2 * size
-        raise ValueError(
+        raise UserError(
             f"a sequence of {length} tokens cannot be cut into 2 x context_parallel_size {size} equal chunks; "
             f"nearest length: {nearest}"
         )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.errors import UserError
 from megatron.data import helpers
 from megatron.data.blend import check_weights, normalize
 from megatron.data.index_cache import IndexCache
@@ -73,7 +74,7 @@ class BlendedDataset:
         taken = np.bincount(self.dataset_index, minlength=len(self.datasets))
         for dataset, count in zip(self.datasets, taken.tolist()):
             if count > len(dataset):
-                raise ValueError(
+                raise UserError(
                     f"the {self.split.name} blend takes {count} samples of {dataset.dataset_path}, which provides "
                     f"{len(dataset)}: raise --mid-level-dataset-surplus (now {self.config.mid_level_dataset_surplus})"
                 )

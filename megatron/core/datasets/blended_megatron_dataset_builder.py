@@ -15,6 +15,7 @@ import numpy as np
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
+from megatron.core.errors import UserError
 from megatron.data.blend import Blend, Split, normalize, split_range
 
 logger = logging.getLogger(__name__)
@@ -40,14 +41,14 @@ class BlendedMegatronDatasetBuilder:
         config: BlendedMegatronDatasetConfig,
     ):
         if len(sizes) != len(Split):
-            raise ValueError(f"{len(sizes)} sizes given; one each for train, valid and test is needed")
+            raise UserError(f"{len(sizes)} sizes given; one each for train, valid and test is needed")
         self.cls, self.sizes, self.is_built_on_rank, self.config = cls, list(sizes), is_built_on_rank, config
         self._sources: dict[str | None, Any] = {}
         self._lock = Lock()
         for split in Split:
             blend = self._blend(split)
             if blend is not None and blend[1] is not None and self.sizes[split.value] is None:
-                raise ValueError(
+                raise UserError(
                     f"a full pass of {split.name} (--full-validation) takes every source whole: "
                     "give its data sets without weights"
                 )

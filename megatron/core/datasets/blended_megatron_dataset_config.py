@@ -4,6 +4,7 @@ import logging
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
+from megatron.core.errors import UserError
 from megatron.data.blend import (
     DEFAULT_SPLIT,
     Blend,
@@ -80,9 +81,9 @@ class BlendedMegatronDatasetConfig:
 
     def __post_init__(self, s3_cache_path: str | None) -> None:
         if s3_cache_path or self.object_storage_cache_path:
-            raise ValueError("--object-storage-cache-path: object storage is not available; copy or mount the data")
+            raise UserError("--object-storage-cache-path: object storage is not available; copy or mount the data")
         if self.sequence_length < 1:
-            raise ValueError(f"--seq-length {self.sequence_length}: a sample has at least one token")
+            raise UserError(f"--seq-length {self.sequence_length}: a sample has at least one token")
         if self.blend_per_split is not None and any(self.blend_per_split):
             self._check_blend_per_split(self.blend_per_split)
             return
@@ -100,13 +101,13 @@ class BlendedMegatronDatasetConfig:
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
         if self.blend is not None:
-            raise ValueError("--data-path and the per-split data paths are both given: a run reads one source of data")
+            raise UserError("--data-path and the per-split data paths are both given: a run reads one source of data")
         if self.split is not None:
-            raise ValueError(
+            raise UserError(
                 f"--split {self.split} goes with --data-path; the per-split data paths are not cut: drop it"
             )
         if len(blends) != len(Split):
-            raise ValueError(
+            raise UserError(
                 f"blend_per_split has {len(blends)} entries; it needs one for each of train, valid and test"
             )
         for blend in blends:
@@ -117,6 +118,6 @@ class BlendedMegatronDatasetConfig:
 def _check_blend(blend: Blend) -> None:
     prefixes, weights = blend
     if not prefixes:
-        raise ValueError("a blend without prefixes: --data-path needs at least one")
+        raise UserError("a blend without prefixes: --data-path needs at least one")
     if weights is not None:
         check_weights(weights, prefixes)

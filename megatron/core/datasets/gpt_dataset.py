@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset
+from megatron.core.errors import UserError
 from megatron.data.blend import Split
 from megatron.data.gpt_index import EpochPlan, GPTIndices, build_gpt_indices, plan_epochs
 from megatron.data.helpers import count_samples
@@ -104,7 +105,7 @@ class GPTDataset(MegatronDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Any:
         if config.mock:
-            raise ValueError(
+            raise UserError(
                 "no data: give --data-path (or another source of data), or --mock-data for synthetic samples"
             )
         return IndexedDataset(resolve_prefix(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
@@ -173,7 +174,7 @@ class GPTDataset(MegatronDataset):
         lengths[0] -= offset
         part = int(np.searchsorted(np.cumsum(lengths), where, side="right"))
         inside = where - int(lengths[:part].sum()) + (offset if part == 0 else 0)
-        raise ValueError(
+        raise UserError(
             f"{self.dataset_path}: token id {int(text[where])} in document {int(documents[part])} at token {inside} is "
             f"not below the vocabulary size {self._vocab_size}: the data was made with another tokenizer. Preprocess "
             "it with this run's tokenizer, or give this run the tokenizer of the data"
@@ -260,7 +261,7 @@ def _end_of_document(config: GPTDatasetConfig) -> int | None:
         return None
     eod = None if config.tokenizer is None else config.tokenizer.eod
     if eod is None:
-        raise ValueError(
+        raise UserError(
             "--reset-position-ids, --reset-attention-mask and --eod-mask-loss need a tokenizer with an end-of-document "
             "token; this one has none"
         )

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.errors import UserError
 from megatron.data.blend import Split
 
 
-class EmptySplitError(ValueError):
+class EmptySplitError(UserError):
     """A split that samples are asked of holds no whole sample."""
 
 

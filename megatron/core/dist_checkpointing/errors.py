@@ -1,7 +1,9 @@
 """Errors of checkpoints. Every message names the file or tensor, and the reason."""
 
+from megatron.core.errors import UserError
 
-class CheckpointError(ValueError):
+
+class CheckpointError(UserError):
     """A checkpoint cannot be read, or does not fit what should be loaded from it."""
 
 

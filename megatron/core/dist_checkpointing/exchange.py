@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.errors import UserError
 from megatron.core.process_groups import Group
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ def from_first_rank(make: Callable[[], T], group: Group) -> T:
 def together(action: Callable[[], T], group: Group, error: type[CheckpointError] = CheckpointError) -> list[T]:
     """Run ``action`` on every rank and gather the results (JSON). If any rank raised, all raise, naming the first rank.
 
-    Only what a user can cause is caught (``ValueError``, ``OSError``); a bug stays the exception that it is.
+    A bug (neither a ``UserError`` nor an ``OSError``) stays the exception that it is on the rank that has it.
     """
     result: Any = None
     message = None
@@ -63,6 +64,8 @@ def together(action: Callable[[], T], group: Group, error: type[CheckpointError]
         message = str(problem) if isinstance(problem, CheckpointError) else f"{type(problem).__name__}: {problem}"
     replies = all_gather_json([message, result], group)
     failures = [(rank, text) for rank, (text, _) in enumerate(replies) if text is not None]
+    if caught is not None and not isinstance(caught, UserError | OSError):
+        raise caught
     if failures:
         rank, text = failures[0]
         where = f"rank {group.ranks[rank]}: " if group.size > 1 else ""

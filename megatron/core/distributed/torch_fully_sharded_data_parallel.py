@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.errors import UserError
 from megatron.core.flat_pieces import local_stretch
 from megatron.core.process_groups import ProcessGroups
 
@@ -45,7 +46,7 @@ class TorchFullyShardedDataParallel(DataParallel):
     ) -> None:  # fmt: skip
         super().__init__(module, groups)
         if groups.dp_cp.size == 1:
-            raise ValueError("fully sharded data parallelism needs at least two data-parallel ranks")
+            raise UserError("fully sharded data parallelism needs at least two data-parallel ranks")
         self.ddp_config = ddp_config
         self.shard_group = groups.dp_cp_shard
         specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
@@ -128,7 +129,7 @@ def _main_grad_of(parameter: nn.Parameter) -> Any:
 def _the_dtype(module: nn.Module) -> torch.dtype:
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) != 1:
-        raise ValueError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
+        raise UserError(f"fully sharded data parallelism: parameters of several dtypes ({dtypes}) are not supported")
     return dtypes.pop()
 
 
@@ -145,6 +146,6 @@ def _mesh(groups: ProcessGroups, device: torch.device) -> DeviceMesh:
         return DeviceMesh.from_group(groups.dp_cp_shard.handle, device.type)
     grid = torch.tensor(groups.dp_cp.ranks).view(groups.dp_cp_replica.size, groups.dp_cp_shard.size)
     if groups.dp_cp_shard.size == 1:
-        raise ValueError("as many optimizer instances as data-parallel ranks leave nothing to shard")
+        raise UserError("as many optimizer instances as data-parallel ranks leave nothing to shard")
     handles = [groups.dp_cp_replica.handle, groups.dp_cp_shard.handle]
     return DeviceMesh.from_group(handles, device.type, grid, mesh_dim_names=("replicate", "shard"))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.installed import is_installed
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def _load(part: str, module: str, *names: str) -> list[Any]:
             return [getattr(loaded, name) for name in names]
         except (ImportError, OSError, RuntimeError, AttributeError) as error:  # built for another torch, or too old
             reason = f"apex is installed, but {module} does not have what is needed ({error})"
-    raise ValueError(f"{FLAG} {part}: {reason}; {INSTALL}, or leave it out")
+    raise UserError(f"{FLAG} {part}: {reason}; {INSTALL}, or leave it out")
 
 
 class ApexWeightGradient:

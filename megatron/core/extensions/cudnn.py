@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.installed import loaded_libraries
 
 CUDNN_LENGTHS = 128
@@ -29,7 +30,7 @@ def loaded_cudnn() -> dict[Path, str]:
 def require_one_cudnn() -> None:
     """Raises ValueError where this process has loaded parts of several, which call each other."""
     if len(homes := sorted(map(str, loaded_cudnn()))) > 1:
-        raise ValueError(
+        raise UserError(
             f"this process has loaded cuDNN from {' and '.join(homes)}, whose parts call each other: wrong numbers "
             "or crashes; load only the one that torch brings: import torch first, and unset CUDNN_HOME, CUDNN_PATH, "
             "LD_PRELOAD and LD_LIBRARY_PATH where they name another"

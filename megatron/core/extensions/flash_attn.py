@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.installed import is_installed
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def load_flash_attention(
     try:
         module = importlib.import_module(MODULES[version])
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"--flash-attention-version {version}: the package cannot be imported ({error}); install it: "
             f"{INSTALL[version]}; or choose --attention-backend auto"
         ) from error

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -122,7 +123,7 @@ def column_parameters(
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """Weight and bias of a column-parallel layer, placed as ``tensor_parallel.layers.ColumnParallelLinear`` does."""
     if size.is_shared_over(groups.tp.size):
-        raise ValueError(
+        raise UserError(
             f"--transformer-impl {NAME}: {size.shape[0]} key and value heads (num_query_groups) for "
             f"{groups.tp.size} tensor-parallel ranks, several of which would share a head; take --transformer-impl "
             "local, or fewer ranks"
@@ -268,7 +269,7 @@ class TEDotProductAttention(nn.Module):
         packed_seq_params: PackedSeqParams | None = None, dropout: object = None,
     ) -> Tensor:  # fmt: skip
         if attention_mask is not None:
-            raise ValueError(
+            raise UserError(
                 f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "
                 "packed_seq_params, windows by window_size, or take --transformer-impl local"
             )

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import UserError
+
 
 def filter_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:
     """Logits [v] over ``temperature``, with all but the allowed tokens at -inf.
@@ -51,7 +53,7 @@ def generate(
         filters: keyword arguments of :func:`filter_logits`.
     """
     if not prompt:
-        raise ValueError("the prompt is empty: give at least one token (for example the end-of-document token)")
+        raise UserError("the prompt is empty: give at least one token (for example the end-of-document token)")
     model.eval()
     device = next(model.parameters()).device
     context = list(prompt)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.enums import AttnMaskType
+from megatron.core.errors import UserError
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.apex import ApexNormalize, ApexWeightGradient
 from megatron.core.pipeline_layout import Half
@@ -54,14 +55,14 @@ def transformer_engine_attention(
     if config.context_parallel_size > 1 or config.attention_backend == "local":
         return make_core_attention(config, layer_number, attn_mask_type, groups)
     if config.attention_dropout:
-        raise ValueError(
+        raise UserError(
             f"attention_dropout {config.attention_dropout:g}: Transformer Engine's attention draws its own dropout "
             "masks, which depend on the layout; give --attention-dropout 0, or --attention-backend local"
         )
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():
         if os.environ.setdefault(name, value) != value:
-            raise ValueError(
+            raise UserError(
                 f"--attention-backend {config.attention_backend} or --deterministic-mode: {name}={os.environ[name]} in "
                 "the environment contradicts it; unset the variable"
             )
@@ -111,7 +112,7 @@ def get_backend(name: str) -> Backend:
             it).
     """
     if name not in BACKENDS:
-        raise ValueError(
+        raise UserError(
             f"transformer_impl {name!r} is not available here; available: {', '.join(sorted(BACKENDS))}. "
             "Use --transformer-impl local"
         )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.errors import UserError
+
 
 class ConstantGradScaler:
     """A fixed scale (--loss-scale)."""
 
     def __init__(self, scale: float) -> None:
         if scale <= 0:
-            raise ValueError(f"--loss-scale {scale}: must be positive")
+            raise UserError(f"--loss-scale {scale}: must be positive")
         self.scale = float(scale)
 
     def update(self, found_inf: bool) -> None:
@@ -43,11 +45,11 @@ class DynamicGradScaler:
         backoff_factor: float = 0.5, growth_interval: int = 1000, hysteresis: int = 2,
     ) -> None:  # fmt: skip
         if not 0 < min_scale <= initial_scale:
-            raise ValueError(f"--min-loss-scale {min_scale}: must be in (0, --initial-loss-scale {initial_scale}]")
+            raise UserError(f"--min-loss-scale {min_scale}: must be in (0, --initial-loss-scale {initial_scale}]")
         if growth_factor <= 1 or not 0 < backoff_factor < 1:
-            raise ValueError(f"growth factor {growth_factor} must exceed 1 and back-off {backoff_factor} be in (0, 1)")
+            raise UserError(f"growth factor {growth_factor} must exceed 1 and back-off {backoff_factor} be in (0, 1)")
         if growth_interval <= 0 or hysteresis <= 0:
-            raise ValueError(f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be positive")
+            raise UserError(f"--loss-scale-window {growth_interval}, --hysteresis {hysteresis}: both must be positive")
         self.scale = float(initial_scale)
         self.min_scale, self.growth_factor, self.backoff_factor = float(min_scale), growth_factor, backoff_factor
         self.growth_interval, self.hysteresis = growth_interval, hysteresis

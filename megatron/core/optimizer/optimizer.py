@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, stret
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.parameter_shard import ParameterShard, whole
 from megatron.core.distributed.replicas import Replica
+from megatron.core.errors import UserError
 from megatron.core.fusions.master_weights import Master, Updated, master_of
 from megatron.core.optimizer.clip_grads import UNSHARDED, clip_coefficient, count_zeros, is_counted_here, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -82,7 +83,7 @@ class MegatronOptimizer:
         self.param_groups = [{**rates, **group, **self._adopt(group, shards)} for group in param_groups]
         """A scheduler writes ``lr`` and ``weight_decay`` here."""
         if not self.model_params:
-            raise ValueError("the model has no parameter to train")
+            raise UserError("the model has no parameter to train")
         self.rule = build_update_rule(config, list(self.masters.values()))
         self._allocate()
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
@@ -358,4 +359,4 @@ def check_names(live: dict[str, Any], stored: dict[str, Any]) -> None:
             problems += [f"{key}.{name} is missing" for name in sorted(set(live[key]) - set(stored[key]))]
             problems += [f"{key}.{name} is unknown" for name in sorted(set(stored[key]) - set(live[key]))]
     if problems:
-        raise ValueError(f"the optimizer state does not fit this model and optimizer: {'; '.join(problems)}")
+        raise UserError(f"the optimizer state does not fit this model and optimizer: {'; '.join(problems)}")

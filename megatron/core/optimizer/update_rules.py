@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamGroup, AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.master_weights import Master, Updated, opened
@@ -101,7 +102,7 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     if isinstance(name, torch.dtype):
         name = next((known for known, dtype in DTYPES.items() if dtype == name), str(name))
     if name not in DTYPES:
-        raise ValueError(f"{flag} {name}: moments fall below what {name} can hold without scales; choose fp32 or bf16")
+        raise UserError(f"{flag} {name}: moments fall below what {name} can hold without scales; choose fp32 or bf16")
     return DTYPES[name]
 
 
@@ -110,5 +111,5 @@ def build_update_rule(config: OptimizerConfig, masters: Sequence[Master]) -> Upd
     if config.optimizer == "sgd":
         return SGD(config)
     if config.optimizer != "adam":
-        raise ValueError(f"--optimizer {config.optimizer}: not available yet; choose adam or sgd")
+        raise UserError(f"--optimizer {config.optimizer}: not available yet; choose adam or sgd")
     return Adam(config, masters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.core.errors import UserError
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward, without_pipeline
@@ -26,4 +27,4 @@ def choose_schedule(
         return without_pipeline(num_microbatches) if num_ranks == 1 else one_forward_one_backward(
             num_ranks, num_microbatches
         )  # fmt: skip
-    raise ValueError(f"--pipeline-schedule {name} does not fit {num_chunks} model chunks per rank")
+    raise UserError(f"--pipeline-schedule {name} does not fit {num_chunks} model chunks per rank")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
@@ -177,7 +178,7 @@ def _shared_rows(
     """
     blocks, rows = size.shape
     if groups.tp.size % blocks:
-        raise ValueError(
+        raise UserError(
             f"{blocks} key and value heads (num_query_groups) can be shared by a tensor_model_parallel_size that is a "
             f"multiple of them, not by {groups.tp.size}"
         )

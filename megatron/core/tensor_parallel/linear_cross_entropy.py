@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.core.errors import UserError
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
 from megatron.core.tensor_parallel.linear import (
@@ -62,7 +63,7 @@ def linear_cross_entropy(
     targets outside of the vocabulary (on CPU; a device assertion on GPUs).
     """
     if chunk_tokens < 0:
-        raise ValueError(f"cross_entropy_chunk_tokens {chunk_tokens} is negative; 0 chooses by memory")
+        raise UserError(f"cross_entropy_chunk_tokens {chunk_tokens} is negative; 0 chooses by memory")
     labels = local_labels(target, len(weight), vocab_size, traits.group)
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
     deferred = is_deferred(x, weight, traits, store)

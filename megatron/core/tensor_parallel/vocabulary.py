@@ -11,13 +11,14 @@ import math
 import torch
 from torch import Tensor
 
+from megatron.core.errors import UserError
 from megatron.core.process_groups import Group
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:
     """The smallest multiple of ``multiple`` that is at least ``vocab_size``."""
     if vocab_size < 1 or multiple < 1:
-        raise ValueError(f"vocab_size {vocab_size} and make_vocab_size_divisible_by {multiple} must be positive")
+        raise UserError(f"vocab_size {vocab_size} and make_vocab_size_divisible_by {multiple} must be positive")
     return -(-vocab_size // multiple) * multiple
 
 
@@ -31,13 +32,17 @@ def num_true_entries(vocab_size: int, local_size: int, group: Group) -> int:
     return max(0, min(local_size, vocab_size - group.rank * local_size))
 
 
+class IdOutOfRange(UserError, IndexError):
+    """The data holds a token id that the vocabulary does not have."""
+
+
 def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
     """IndexError for ids outside of [0, vocab_size); on GPUs a device assertion, which does not wait."""
     inside = ((ids >= 0) & (ids < vocab_size)).all()
     if ids.is_cuda:
         torch._assert_async(inside)
     elif not inside:
-        raise IndexError(
+        raise IdOutOfRange(
             f"{what} range from {int(ids.min())} to {int(ids.max())}, outside of the vocabulary of {vocab_size}; "
             f"mask tokens "
             "out by their loss mask, not by an id"

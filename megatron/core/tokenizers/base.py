@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.core.errors import UserError
+
 
 class Tokenizer(ABC):
     """Text to token ids and back.
@@ -48,7 +50,7 @@ class Tokenizer(ABC):
     @property
     def vocab(self) -> dict[str, int]:
         """Token to id."""
-        raise ValueError(f"--tokenizer-type {self.tokenizer_type} has no vocabulary of strings")
+        raise UserError(f"--tokenizer-type {self.tokenizer_type} has no vocabulary of strings")
 
     @property
     def inv_vocab(self) -> dict[int, str]:
@@ -70,7 +72,7 @@ class Tokenizer(ABC):
     def _special(self, role: str) -> int:
         if role not in self.special_ids:
             has = ", ".join(f"{name} {index}" for name, index in self.special_ids.items()) or "none"
-            raise ValueError(
+            raise UserError(
                 f"this {self.tokenizer_type} has no {role!r} token (it has: {has}); use a tokenizer that defines one"
             )
         return self.special_ids[role]
@@ -131,13 +133,13 @@ def read_tokenizer_file(flag: str, path: str | None, tokenizer_type: str, what: 
         ValueError: no path given, no such file, a folder, or unreadable.
     """
     if not path:
-        raise ValueError(f"--tokenizer-type {tokenizer_type} needs {flag}: {what}")
+        raise UserError(f"--tokenizer-type {tokenizer_type} needs {flag}: {what}")
     if os.path.isdir(path):
-        raise ValueError(f"{flag} {path} is a folder; --tokenizer-type {tokenizer_type} needs a file: {what}")
+        raise UserError(f"{flag} {path} is a folder; --tokenizer-type {tokenizer_type} needs a file: {what}")
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read ({error.strerror}); it must be {what}") from error
+        raise UserError(f"{flag} {path} cannot be read ({error.strerror}); it must be {what}") from error
 
 
 def check_text(text: str) -> None:
@@ -146,4 +148,4 @@ def check_text(text: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"text has a lone surrogate at position {error.start}: it is not valid Unicode") from error
+            raise UserError(f"text has a lone surrogate at position {error.start}: it is not valid Unicode") from error

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -85,15 +86,15 @@ def build_tokenizer(cfg: TokenizerFlags) -> Tokenizer:
         )  # fmt: skip
     if kind == "NullTokenizer":
         if cfg.vocab_size is None:
-            raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
+            raise UserError("--tokenizer-type NullTokenizer needs --vocab-size")
         return NullTokenizer(cfg.vocab_size, cfg.null_tokenizer_eod_id, cfg.null_tokenizer_pad_id)
     if kind in ("ByteLevelTokenizer", "ByteTokenizer"):
         return ByteLevelTokenizer()
     if kind is None:
-        raise ValueError(f"--tokenizer-type is not set; choose one of {', '.join(TOKENIZER_TYPES)}")
+        raise UserError(f"--tokenizer-type is not set; choose one of {', '.join(TOKENIZER_TYPES)}")
     if kind in NOT_YET:
-        raise ValueError(f"--tokenizer-type {kind} is not available yet; choose one of {', '.join(TOKENIZER_TYPES)}")
-    raise ValueError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
+        raise UserError(f"--tokenizer-type {kind} is not available yet; choose one of {', '.join(TOKENIZER_TYPES)}")
+    raise UserError(f"--tokenizer-type {kind} is unknown; choose one of {', '.join(TOKENIZER_TYPES)}")
 
 
 class MegatronTokenizer:
@@ -119,7 +120,7 @@ class MegatronTokenizer:
                 return build_gpt2_bpe(str(path / "vocab.json"), str(path / "merges.txt"), **options)
             files = [path / "vocab.txt"] if (path / "vocab.txt").is_file() else sorted(path.glob("*.model"))
             if len(files) != 1:
-                raise ValueError(f"{path} has no tokenizer.json, vocab.json with merges.txt, vocab.txt or .model")
+                raise UserError(f"{path} has no tokenizer.json, vocab.json with merges.txt, vocab.txt or .model")
             path = files[0]
         if path.suffix == ".model":
             return SentencePieceTokenizer("GPTSentencePieceTokenizer", str(path), **options)

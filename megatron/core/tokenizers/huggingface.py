@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
@@ -94,12 +95,12 @@ def build_huggingface(
     try:
         backend = library.Tokenizer.from_str(raw.decode())
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"--tokenizer-model {file} is not a tokenizer that `tokenizers` can read: {error}") from error
+        raise UserError(f"--tokenizer-model {file} is not a tokenizer that `tokenizers` can read: {error}") from error
     backend.no_truncation()
     backend.no_padding()
     for added in definition.get("added_tokens") or []:
         if backend.token_to_id(added["content"]) != added["id"]:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {file}: the added token {added['content']!r} claims id {added['id']}, which is not "
                 f"the id it gets ({backend.token_to_id(added['content'])}); repair the file's added_tokens"
             )
@@ -108,7 +109,7 @@ def build_huggingface(
         definition = json.loads(backend.to_str())
     special_ids = _special_ids(file.parent, backend)
     if "eod" not in special_ids:
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {file} names no end-of-document token (looked in tokenizer_config.json and "
             f"special_tokens_map.json for eos_token, then for {', '.join(EOD_NAMES)}); put a tokenizer_config.json "
             'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
@@ -133,21 +134,21 @@ def build_gpt2_bpe(
     merges_raw = read_tokenizer_file("--merge-file", merge_file, kind, "merges.txt, two tokens a line")
     vocab = _parse(vocab_raw, Path(str(vocab_file)))
     if not vocab or not all(isinstance(index, int) for index in vocab.values()):
-        raise ValueError(f"--vocab-file {vocab_file} is not a map from token to id; it must be GPT-2's vocab.json")
+        raise UserError(f"--vocab-file {vocab_file} is not a map from token to id; it must be GPT-2's vocab.json")
     merges = [tuple(line.split(" ")) for line in _lines(merges_raw, merge_file) if line and not line.startswith("#v")]
     if not all(len(pair) == 2 for pair in merges):
-        raise ValueError(f"--merge-file {merge_file} has lines that are not two tokens; it must be GPT-2's merges.txt")
+        raise UserError(f"--merge-file {merge_file} has lines that are not two tokens; it must be GPT-2's merges.txt")
     _refuse_shared_ids(kind, vocab)
     library = require("tokenizers", f"--tokenizer-type {kind}")
     try:
         backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=merges))
     except Exception as error:
-        raise ValueError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not fit: {error}") from error
+        raise UserError(f"--vocab-file {vocab_file} and --merge-file {merge_file} do not fit: {error}") from error
     backend.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = library.decoders.ByteLevel()
     end = next((name for name in EOD_NAMES if name in vocab or name in (special_tokens or ())), None)
     if end is None:
-        raise ValueError(f"--vocab-file {vocab_file} has no <|endoftext|>, which ends documents; add it to the file")
+        raise UserError(f"--vocab-file {vocab_file} has no <|endoftext|>, which ends documents; add it to the file")
     backend.add_special_tokens([end, *(special_tokens or [])])
     eod = backend.token_to_id(end)
     options = {"type": "gpt2", "special_tokens": list(special_tokens or [])}
@@ -173,10 +174,10 @@ def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: in
     vocab = {token: index for index, token in enumerate(lines)}
     repeated = [token for token, count in Counter(lines).items() if count > 1]
     if repeated:
-        raise ValueError(f"--vocab-file {vocab_file} lists {repeated[0]!r} twice; each line must be a different token")
+        raise UserError(f"--vocab-file {vocab_file} lists {repeated[0]!r} twice; each line must be a different token")
     missing = [token for token in ("[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]") if token not in vocab]
     if missing:
-        raise ValueError(f"--vocab-file {vocab_file} lacks {', '.join(missing)}; it must be a BERT vocab.txt")
+        raise UserError(f"--vocab-file {vocab_file} lacks {', '.join(missing)}; it must be a BERT vocab.txt")
     library = require("tokenizers", f"--tokenizer-type {kind}")
     backend = library.Tokenizer(library.models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     backend.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
@@ -195,12 +196,12 @@ def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: in
 
 def _locate(path: str | None) -> Path:
     if not path:
-        raise ValueError(
+        raise UserError(
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
         )
     found = Path(path)
     if not found.exists():
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {path}: no such file or folder. Names on a model hub are not downloaded; "
             "save the tokenizer to a folder first and give that folder"
         )
@@ -208,13 +209,13 @@ def _locate(path: str | None) -> Path:
         return found
     config = _optional_json(found / "tokenizer_config.json")
     if "AutoTokenizer" in (config.get("auto_map") or {}):
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {path}: its tokenizer_config.json asks for Python code of its own (auto_map), which is "
             "never run; if its tokenizer.json is complete without that code, give the path of tokenizer.json itself"
         )
     if not (found / "tokenizer.json").is_file():
         holds = ", ".join(sorted(os.listdir(found))[:8]) or "nothing"
-        raise ValueError(
+        raise UserError(
             f"--tokenizer-model {path} holds no tokenizer.json (it holds {holds}); a SentencePiece .model goes with "
             "--tokenizer-type GPTSentencePieceTokenizer, vocab.json and merges.txt with GPT2BPETokenizer"
         )
@@ -225,9 +226,9 @@ def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(raw.decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is not a JSON file ({error}); is it the right kind of tokenizer file?") from error
+        raise UserError(f"{path} is not a JSON file ({error}); is it the right kind of tokenizer file?") from error
     if not isinstance(parsed, dict):
-        raise ValueError(f"{path} holds a JSON {type(parsed).__name__}, not an object; is it the right kind of file?")
+        raise UserError(f"{path} holds a JSON {type(parsed).__name__}, not an object; is it the right kind of file?")
     return parsed
 
 
@@ -236,7 +237,7 @@ def _lines(raw: bytes, path: str | None) -> list[str]:
         # only line feeds end a line: some tokens are other kinds of line break
         return [line.rstrip("\r") for line in raw.decode("utf-8-sig").split("\n")]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}); is it the right kind of tokenizer file?") from error
+        raise UserError(f"{path} is not UTF-8 text ({error}); is it the right kind of tokenizer file?") from error
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -267,12 +268,12 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
 
 def _refuse_shared_ids(tokenizer_type: str, vocab: dict[str, int]) -> None:
     if not vocab:
-        raise ValueError(f"the {tokenizer_type}'s vocabulary is empty")
+        raise UserError(f"the {tokenizer_type}'s vocabulary is empty")
     if len(set(vocab.values())) < len(vocab):
         owners: dict[int, str] = {}
         for token, index in vocab.items():
             if index in owners:
-                raise ValueError(
+                raise UserError(
                     f"the {tokenizer_type}'s tokens {owners[index]!r} and {token!r} share the id {index}; "
                     "every token needs its own"
                 )
@@ -286,4 +287,4 @@ def _ids_around_text(backend: Any) -> tuple[list[int], list[int]]:
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]
-    raise ValueError("the tokenizer's post-processor changes the ids of the text itself, which is not supported")
+    raise UserError("the tokenizer's post-processor changes the ids of the text itself, which is not supported")

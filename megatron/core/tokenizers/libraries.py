@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 from types import ModuleType
 
+from megatron.core.errors import UserError
+
 
 def is_installed(module: str) -> bool:
     """Whether ``module`` could be imported, without importing it."""
@@ -26,7 +28,7 @@ def require(module: str, asked_by: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"{asked_by} needs the package {package!r}, which cannot be imported ({error}); "
             f"install it with: pip install {package}"
         ) from error

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
 
@@ -27,9 +28,9 @@ class SentencePieceTokenizer(Tokenizer):
             self._processor.LoadFromSerializedProto(raw)
             size = self._processor.get_piece_size()
         except Exception as error:
-            raise ValueError(f"--tokenizer-model {model} is not a SentencePiece model: {error}") from error
+            raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: {error}") from error
         if not raw or size == 0:
-            raise ValueError(f"--tokenizer-model {model} is not a SentencePiece model: it holds no pieces")
+            raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: it holds no pieces")
         self._model_size = size
         self._vocab = {self._processor.id_to_piece(index): index for index in range(size)}
         roles = {"bos": self._processor.bos_id(), "eos": self._processor.eos_id(), "pad": self._processor.pad_id(),
@@ -46,7 +47,7 @@ class SentencePieceTokenizer(Tokenizer):
         for index in range(extra_ids):
             self._add(f"<extra_id_{index}>")
         if "eod" not in special_ids:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {model} has no end-of-sequence piece, which ends documents; "
                 "train it with eos_id >= 0, or add --tokenizer-sentencepiece-legacy, which appends <EOD>"
             )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of
 
 
@@ -14,10 +15,10 @@ class NullTokenizer(Tokenizer):
 
     def __init__(self, vocab_size: int, eod_id: int | None = None, pad_id: int = -1):
         if vocab_size < 1:
-            raise ValueError(f"--vocab-size {vocab_size}: must be at least 1 for --tokenizer-type NullTokenizer")
+            raise UserError(f"--vocab-size {vocab_size}: must be at least 1 for --tokenizer-type NullTokenizer")
         eod = vocab_size - 1 if eod_id is None else eod_id
         if not 0 <= eod < vocab_size:
-            raise ValueError(f"--null-tokenizer-eod-id {eod}: must lie in [0, {vocab_size}), the range of --vocab-size")
+            raise UserError(f"--null-tokenizer-eod-id {eod}: must lie in [0, {vocab_size}), the range of --vocab-size")
         options = {"type": "null", "vocab_size": vocab_size, "eod": eod}
         super().__init__("NullTokenizer", vocab_size, {"eod": eod, "pad": pad_id}, fingerprint_of([], options))
 
@@ -25,9 +26,9 @@ class NullTokenizer(Tokenizer):
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise ValueError(f"--tokenizer-type NullTokenizer reads ids separated by blanks: {error}") from error
+            raise UserError(f"--tokenizer-type NullTokenizer reads ids separated by blanks: {error}") from error
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
-            raise ValueError(f"id {max(ids) if min(ids) >= 0 else min(ids)} is outside --vocab-size {self.vocab_size}")
+            raise UserError(f"id {max(ids) if min(ids) >= 0 else min(ids)} is outside --vocab-size {self.vocab_size}")
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:

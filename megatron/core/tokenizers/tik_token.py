@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
 
@@ -34,24 +35,24 @@ class TikTokenizer(Tokenizer):
         names = list(special_tokens or SPECIAL_TOKENS)
         missing = [token for token in SPECIAL_TOKENS if token not in names]
         if missing or len(set(names)) != len(names):
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-special-tokens must be different tokens and include {' '.join(SPECIAL_TOKENS)}"
                 + (f"; missing: {' '.join(missing)}" if missing else "")
             )
         if len(names) > num_special_tokens:
-            raise ValueError(
+            raise UserError(
                 f"--tiktoken-num-special-tokens {num_special_tokens} is less than the {len(names)} special tokens"
             )
         names += [f"<SPECIAL_{index}>" for index in range(len(names), num_special_tokens)]
         wanted = (vocab_size or DEFAULT_VOCAB_SIZE) - num_special_tokens
         if wanted < 256:
-            raise ValueError(
+            raise UserError(
                 f"--vocab-size {vocab_size} leaves {wanted} ids beside --tiktoken-num-special-tokens "
                 f"{num_special_tokens}; at least 256 are needed, for the bytes"
             )
         ranks = _read_ranks(raw, str(path), wanted, num_special_tokens)
         if vocab_size is not None and len(ranks) < wanted:
-            raise ValueError(
+            raise UserError(
                 f"--tokenizer-model {path} holds {len(ranks)} tokens; with {num_special_tokens} special ones that is "
                 f"less than --vocab-size {vocab_size}; use --vocab-size {len(ranks) + num_special_tokens}"
             )
@@ -99,7 +100,7 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
                 raise ValueError(f"entries {ranks[piece] - first_id} and {rank} are the same token")
             ranks[piece] = first_id + rank
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise ValueError(f"--tokenizer-model {path} is not a tiktoken vocabulary in JSON: {error!r}") from error
+        raise UserError(f"--tokenizer-model {path} is not a tiktoken vocabulary in JSON: {error!r}") from error
     if len(ranks) < 256:
-        raise ValueError(f"--tokenizer-model {path} holds {len(ranks)} tokens; the first 256 must be the bytes")
+        raise UserError(f"--tokenizer-model {path} holds {len(ranks)} tokens; the first 256 must be the bytes")
     return ranks

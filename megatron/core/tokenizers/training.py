@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.libraries import require
 
 
@@ -19,7 +20,7 @@ def train_byte_level_bpe(
         ValueError: the vocabulary is too small for the bytes, or `tokenizers` is not installed.
     """
     if vocab_size < 257:
-        raise ValueError(f"--vocab-size {vocab_size}: at least 257 are needed, 256 bytes and {end_of_document}")
+        raise UserError(f"--vocab-size {vocab_size}: at least 257 are needed, 256 bytes and {end_of_document}")
     library = require("tokenizers", asked_by)
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)

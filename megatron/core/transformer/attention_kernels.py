@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from megatron.core.errors import UserError
 from megatron.core.extensions.flash_attn import INSTALL, installed_versions
 from megatron.core.transformer.attention_window import Window, layer_window
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -122,13 +123,13 @@ def choose_kernel(request: Request) -> Choice:
 def _flash_package(request: Request, version: int) -> Choice:
     flag = f"--flash-attention-version {version}"
     if request.backend == "fused":
-        raise ValueError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
+        raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
     if version not in request.flash_packages:
-        raise ValueError(f"{flag}: the package is not installed; install it: {INSTALL.get(version, 'see its pages')}")
+        raise UserError(f"{flag}: the package is not installed; install it: {INSTALL.get(version, 'see its pages')}")
     if request.capability is None or request.dtype not in SIXTEEN_BIT:
-        raise ValueError(f"{flag} takes bfloat16 or float16 on a GPU, not {request.situation}; leave the flag out")
+        raise UserError(f"{flag} takes bfloat16 or float16 on a GPU, not {request.situation}; leave the flag out")
     if version == 3 and request.capability != (9, 0):
-        raise ValueError(f"{flag} is for Hopper (sm_90), not {request.situation}; leave the flag out")
+        raise UserError(f"{flag} is for Hopper (sm_90), not {request.situation}; leave the flag out")
     _check_flash_heads(request, flag)
     return Choice("flash-attn 3" if version == 3 else "flash-attn 2", f"{flag}; {request.situation}")
 
@@ -136,7 +137,7 @@ def _flash_package(request: Request, version: int) -> Choice:
 def _wide(request: Request) -> Choice:
     """float32 and float64 on a GPU."""
     if request.backend in ("fused", "flash"):
-        raise ValueError(
+        raise UserError(
             f"--attention-backend {request.backend} takes bfloat16 or float16, not {request.situation}; train with "
             "--bf16, or choose --attention-backend auto"
         )
@@ -152,7 +153,7 @@ def _windowed(request: Request) -> Choice:
 
 def _cudnn_or_refuse(request: Request) -> Choice:
     if reason := _cudnn_refuses(request):
-        raise ValueError(f"--attention-backend fused: {reason} ({request.situation}); choose --attention-backend auto")
+        raise UserError(f"--attention-backend fused: {reason} ({request.situation}); choose --attention-backend auto")
     return Choice("cudnn", request.situation)
 
 
@@ -201,13 +202,13 @@ def _flash_takes(request: Request) -> bool:
 
 def _check_flash_heads(request: Request, flag: str) -> None:
     if not _flash_takes(request):
-        raise ValueError(
+        raise UserError(
             f"{flag}: flash kernels take head dims that are multiples of 8 up to 256 from sm_80 on, not "
             f"{request.situation}; choose --attention-backend auto"
         )
 
 
-def refusal(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> ValueError:
+def refusal(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> UserError:
     """Why torch says that a kernel cannot take these tensors [b, a, s, d]."""
     ask = {
         "cudnn": torch.backends.cuda.can_use_cudnn_attention,
@@ -222,7 +223,7 @@ def refusal(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: b
             ask(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped), debug=True)
         reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
     shapes = f"query {list(query.shape)}, key and value {list(key.shape)}, {query.dtype}"
-    return ValueError(
+    return UserError(
         f"attention: {TITLES[kernel]} was chosen but does not take {shapes}: "
         f"{' '.join(reasons) or 'torch gives no reason'}; choose another --attention-backend"
     )

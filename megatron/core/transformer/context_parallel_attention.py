@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.core.context_parallel.forms import AllGatherAttention, AllToAllAttention, Attention, RingAttention
 from megatron.core.context_parallel.kernels import WeightDropout, make_block_kernel
 from megatron.core.context_parallel.tiles import Bounds, Visibility
+from megatron.core.errors import UserError
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups import Group, ProcessGroups
 from megatron.core.transformer.dropout import DropoutCoordinates
@@ -64,7 +65,7 @@ class ContextParallelAttention(nn.Module):
     ) -> Tensor:
         """Boundaries of packed documents count tokens of the whole sequences."""
         if attention_mask is not None:
-            raise ValueError(
+            raise UserError(
                 "attention_mask: ranks that share a sequence (context parallelism) take no dense masks; describe "
                 "documents by packed_seq_params, windows by window_size"
             )
@@ -111,7 +112,7 @@ def make_context_parallel_attention(
         inner_group, outer_group = (groups.cp, _ALONE) if kind == "a2a" else (groups.cp_a2a, groups.cp_p2p)
         _check_heads(config, groups.tp, inner_group)
         if inner_group.size * outer_group.size != groups.cp.size:
-            raise ValueError(
+            raise UserError(
                 f"cp_comm_type a2a+p2p: context_parallel_size {groups.cp.size} is not split into two levels; give "
                 "hierarchical_context_parallel_sizes to initialize_model_parallel"
             )
@@ -134,7 +135,7 @@ def _check_heads(config: TransformerConfig, tp: Group, group: Group) -> None:
     for name in ("num_attention_heads", "num_query_groups"):
         count = getattr(config, name)
         if count % (tp.size * group.size):
-            raise ValueError(
+            raise UserError(
                 f"{name} {count}: cp_comm_type a2a gives {group.size} ranks the same number of heads each, so it must "
                 f"be a multiple of tensor_model_parallel_size {tp.size} x {group.size}; take p2p or allgather instead"
             )

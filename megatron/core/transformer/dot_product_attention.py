@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.context_parallel.tiles import Visibility
 from megatron.core.enums import AttnMaskType
+from megatron.core.errors import UserError
 from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
 from megatron.core.extensions.flash_attn import load_flash_attention
 from megatron.core.notices import notice
@@ -245,7 +246,7 @@ class SDPAttention(FusedAttention):
         if self._by_name:
             if not torch.is_grad_enabled():
                 return [self._only]
-            raise ValueError(
+            raise UserError(
                 f"--attention-backend fused: {num_queries} queries and {num_keys} keys are not both multiples of "
                 f"{CUDNN_LENGTHS}, and of other lengths cuDNN's gradients may be NaN; choose --attention-backend auto"
             )
@@ -303,7 +304,7 @@ class FlashAttention(FusedAttention):
 
     def _rows(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         if attention_mask is not None:
-            raise ValueError(
+            raise UserError(
                 "attention_mask: flash-attn takes no dense masks; describe documents by packed_seq_params, windows by "
                 "window_size, or choose --attention-backend auto"
             )
@@ -339,7 +340,7 @@ def make_core_attention(
     """
     groups = groups or SINGLE_PROCESS
     if config.context_parallel_size != groups.cp.size:
-        raise ValueError(
+        raise UserError(
             f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} ranks; "
             "pass the same size to initialize_model_parallel(context_parallel_size=...)"
         )

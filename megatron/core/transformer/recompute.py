@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megatron.core.errors import UserError
 from megatron.core.process_groups import Group, ProcessGroups
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim, split_along_first_dim
 from megatron.core.transformer.memory_config import RECOMPUTED_MODULES, RecomputeConfig
@@ -76,7 +77,7 @@ def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
         return frozenset()
     names = frozenset(("core_attn",) if config.recompute_modules is None else config.recompute_modules)
     if unknown := sorted(names - set(RECOMPUTED_MODULES)):
-        raise ValueError(f"recompute_modules {unknown}: choose from {', '.join(RECOMPUTED_MODULES)}")
+        raise UserError(f"recompute_modules {unknown}: choose from {', '.join(RECOMPUTED_MODULES)}")
     return names
 
 
@@ -91,7 +92,7 @@ def layer_runs(config: RecomputeConfig, num_layers: int, groups: ProcessGroups) 
         return [(keep, range(num_layers))]
     count = config.recompute_num_layers
     if config.recompute_method is None or count is None or count < 1:
-        raise ValueError("recompute_granularity 'full' needs recompute_method and recompute_num_layers of at least 1")
+        raise UserError("recompute_granularity 'full' needs recompute_method and recompute_num_layers of at least 1")
     run: Run = recompute
     if config.distribute_saved_activations and groups.tp.size > 1:
         run = partial(recompute_from_split_input, groups.tp)

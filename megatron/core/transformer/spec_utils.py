@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.errors import UserError
+
 
 @dataclass(frozen=True)
 class ModuleSpec:
@@ -37,4 +39,4 @@ def import_module(module_path: str | Sequence[str]) -> Any:
     try:
         return getattr(importlib.import_module(home), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"--spec {' '.join(parts)}: {error}; give a module and a name in it") from error
+        raise UserError(f"--spec {' '.join(parts)}: {error}; give a module and a name in it") from error

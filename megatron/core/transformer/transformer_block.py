@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron.core.errors import UserError
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_layout import half_layers_of, layers_of
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
@@ -76,7 +77,7 @@ class TransformerBlock(nn.Module):
         if isinstance(spec, ModuleSpec):
             spec = TransformerBlockSubmodules([spec] * config.num_layers)
         if len(spec.layer_specs) != config.num_layers:
-            raise ValueError(
+            raise UserError(
                 f"the block spec has {len(spec.layer_specs)} layer specs for {config.num_layers} layers; give one "
                 f"for each "
                 "layer of the whole model"

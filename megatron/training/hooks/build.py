@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from megatron.core.errors import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook, RunInfo
@@ -49,7 +50,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         hooks += sinks(cfg, run, clock, files)
     if cfg.log_progress and run.rank == 0:
         if cfg.save is None:
-            raise ValueError("--log-progress writes <save>/progress.txt: give --save too")
+            raise UserError("--log-progress writes <save>/progress.txt: give --save too")
         hooks.append(Guarded(ProgressHook(cfg.save, cfg.seq_length or 0), "--log-progress"))
     return hooks + profilers(cfg, run)
 
@@ -79,7 +80,7 @@ def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFi
         hooks.append(Guarded(tensorboard, f"--tensorboard-dir {cfg.tensorboard_dir}"))
     if cfg.wandb_project:
         if not cfg.wandb_exp_name:
-            raise ValueError("--wandb-project needs --wandb-exp-name, the name of the run")
+            raise UserError("--wandb-project needs --wandb-exp-name, the name of the run")
         from megatron.training.hooks.wandb_ import WandbHook
 
         wandb = WandbHook(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.errors import UserError
 from megatron.training.exit_conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.metrics import StepMetrics
@@ -34,7 +35,7 @@ class ProfilerHook(Hook):
 
     def __init__(self, start: int, end: int, directory: Path | None):
         if not 0 <= start < end:
-            raise ValueError(f"--profile-step-end {end} must lie after --profile-step-start {start} (from 0 on)")
+            raise UserError(f"--profile-step-end {end} must lie after --profile-step-start {start} (from 0 on)")
         self.start, self.end, self.directory = start, end, directory
         self.rank = 0
         self.running: Any = None

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron.core.errors import UserError
 from megatron.training.exit_conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import Interval, Step
@@ -14,7 +15,7 @@ from megatron.training.train_state import TrainState
 try:
     from torch.utils.tensorboard import SummaryWriter
 except ImportError as error:
-    raise ValueError(
+    raise UserError(
         f"--tensorboard-dir needs the tensorboard package ({error}): pip install tensorboard, or leave the flag out"
     ) from error
 

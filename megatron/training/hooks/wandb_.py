@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.core.errors import UserError
 from megatron.training.exit_conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import Interval, Step
@@ -19,7 +20,7 @@ from megatron.training.train_state import TrainState
 try:
     import wandb
 except ImportError as error:
-    raise ValueError(
+    raise UserError(
         f"--wandb-project needs the wandb package ({error}): pip install wandb, or leave the flag out"
     ) from error
 

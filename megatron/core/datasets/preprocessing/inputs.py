@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.libraries import require
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class InputFile:
         """Raise ``ValueError`` if the file is not the one that was planned."""
         status = os.stat(self.path)
         if (status.st_size, status.st_mtime_ns) != (self.size, self.modified_ns):
-            raise ValueError(f"{self.path} changed while it was read; run again when it is complete")
+            raise UserError(f"{self.path} changed while it was read; run again when it is complete")
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
         if not matches:
-            raise ValueError(f"--input {pattern}: no such file, folder or glob match")
+            raise UserError(f"--input {pattern}: no such file, folder or glob match")
         for match in matches:
             for path in _below(match):
                 status = os.stat(path)
                 if not stat.S_ISREG(status.st_mode):
-                    raise ValueError(
+                    raise UserError(
                         f"--input {path} is not a regular file; a pipe cannot be read again after an interruption: "
                         "write it to a file first"
                     )
@@ -90,7 +91,7 @@ def _below(path: str) -> list[str]:
     found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
              if name.endswith(SUFFIXES) and not name.startswith(".")]  # fmt: skip
     if not found:
-        raise ValueError(f"--input {path}: the folder holds no {', '.join(SUFFIXES)} file")
+        raise UserError(f"--input {path}: the folder holds no {', '.join(SUFFIXES)} file")
     return sorted(found)
 
 
@@ -101,7 +102,7 @@ def _kind(path: str) -> str:
         magic = file.read(4)
     looks = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}.get(magic[:2], "parquet" if magic == b"PAR1" else "plain")
     if magic and looks != kind:
-        raise ValueError(f"--input {path} is named like {kind} but its content is {looks}; rename or repair it")
+        raise UserError(f"--input {path} is named like {kind} but its content is {looks}; rename or repair it")
     return kind
 
 
@@ -137,7 +138,7 @@ def open_parquet(path: str) -> Any:
     try:
         return library.ParquetFile(path)
     except Exception as error:  # pyarrow's errors have no common base below Exception
-        raise ValueError(f"--input {path} is not a readable parquet file: {error}") from error
+        raise UserError(f"--input {path} is not a readable parquet file: {error}") from error
 
 
 def _decompressed_parts(file: InputFile, size: int, max_line_bytes: int) -> Iterator[tuple[bytes, int]]:
@@ -192,7 +193,7 @@ def _decompress(file: InputFile) -> Iterator[tuple[bytes, int]]:
             if block:
                 yield block, file.size
         if not fresh:
-            raise ValueError(f"--input {file.path} is truncated: its compressed data ends before its end mark")
+            raise UserError(f"--input {file.path} is truncated: its compressed data ends before its end mark")
 
 
 def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes]:
@@ -202,7 +203,7 @@ def _step(file: InputFile, decompressor: Any, data: bytes) -> tuple[bytes, bytes
             return block, decompressor.unused_data if decompressor.eof else decompressor.unconsumed_tail
         return decompressor.decompress(data), decompressor.unused_data
     except Exception as error:  # zlib.error, zstandard.ZstdError
-        raise ValueError(f"--input {file.path} is damaged: {error}") from error
+        raise UserError(f"--input {file.path} is damaged: {error}") from error
 
 
 def _decompressor_factory(file: InputFile) -> Any:

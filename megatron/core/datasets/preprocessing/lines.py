@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.datasets.preprocessing.inputs import READ_BYTES, Part, open_parquet
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.libraries import is_installed, require
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -137,7 +138,7 @@ def _parquet_rows(part: Part, keys: Sequence[str]) -> Iterator[tuple[list[str] |
     source = open_parquet(part.file.path)
     missing = [key for key in keys if key not in source.schema_arrow.names]
     if missing:
-        raise ValueError(
+        raise UserError(
             f"--json-keys {' '.join(missing)}: no such column in {part.file.path}; "
             f"it has {', '.join(source.schema_arrow.names)}"
         )
@@ -152,4 +153,4 @@ def _parquet_rows(part: Part, keys: Sequence[str]) -> Iterator[tuple[list[str] |
                 else:
                     yield list(texts), sum(map(len, texts))
     except OSError as error:
-        raise ValueError(f"--input {part.file.path} is damaged: {error}") from error
+        raise UserError(f"--input {part.file.path} is damaged: {error}") from error

@@ -37,6 +37,7 @@ from megatron.core.datasets.preprocessing.worker import (
     shard_prefix,
     start_process,
 )  # fmt: skip
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -72,7 +73,7 @@ class Totals:
         self.bad_lines += record.num_bad_lines
 
 
-class TooManyBadLines(ValueError):
+class TooManyBadLines(UserError):
     """More unusable lines than --max-bad-lines (or --strict) allows."""
 
 
@@ -93,7 +94,7 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilde
         RuntimeError: a worker process died.
     """
     if problems := cfg.problems():
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     files = find_inputs(cfg.input)
     tokenizer = build(tokenizer_cfg)
     if cfg.append_eod:
@@ -131,7 +132,7 @@ def _locked_folder(folder: str) -> Iterator[None]:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not inherited by workers, gone with this process
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"another run is writing {folder}; wait for it, or choose another --output-prefix"
             ) from error
         try:
@@ -169,10 +170,10 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
         existing = [name for name in sorted(os.listdir(folder)) if name != "lock"]
         foreign = [name for name in existing if not OWN_FILE.fullmatch(name)]
         if foreign:
-            raise ValueError(f"{folder} is needed for parts but holds {foreign[0]}; choose another --output-prefix")
+            raise UserError(f"{folder} is needed for parts but holds {foreign[0]}; choose another --output-prefix")
         if old is not None and not cfg.overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
-            raise ValueError(
+            raise UserError(
                 f"{folder} holds parts of an interrupted run that differs in: {differing}. Run its command again to "
                 "finish it, remove the folder, or add --overwrite to start anew"
             )
@@ -182,7 +183,7 @@ def _prepare(cfg: PreprocessConfig, folder: str, plan: dict[str, Any]) -> None:
         for prefix in output_prefixes(cfg).values():
             found = [prefix + suffix for suffix in (".bin", ".idx") if os.path.exists(prefix + suffix)]
             if found:
-                raise ValueError(f"{found[0]} exists; choose another --output-prefix, or add --overwrite to replace it")
+                raise UserError(f"{found[0]} exists; choose another --output-prefix, or add --overwrite to replace it")
     for prefix in output_prefixes(cfg).values():
         for garbage in glob.glob(glob.escape(prefix) + ".bin.partial-*"):  # of a run killed while it published
             os.unlink(garbage)
@@ -244,7 +245,7 @@ class _Run:
             while running:
                 running = self._collect(running, progress)
         except BrokenProcessPool as error:
-            raise RuntimeError(
+            raise UserError(
                 f"a worker process died (out of memory, or killed); finished parts are kept in {self.folder}: run the "
                 "same command again, with fewer --workers if memory ran out"
             ) from error

@@ -14,6 +14,7 @@ from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes,
 from megatron.core.datasets.preprocessing.lines import rows_of
 from megatron.core.datasets.preprocessing.pipeline import TokenizerBuilder, preprocess
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+from megatron.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
         ValueError: as ``preprocess``.
     """
     if problems := dataclasses.replace(cfg, find_optimal_num_workers=True).problems():
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     with tempfile.TemporaryDirectory() as folder:
         sample = os.path.join(folder, "sample.jsonl")
         count = 0
@@ -36,7 +37,7 @@ def find_optimal_workers(cfg: PreprocessConfig, tokenizer_cfg: Any, build: Token
                 if count >= cfg.max_documents:
                     break
         if count == 0:
-            raise ValueError(f"--input {' '.join(cfg.input)}: no usable document to measure with")
+            raise UserError(f"--input {' '.join(cfg.input)}: no usable document to measure with")
         speeds: dict[int, float] = {}
         for workers in cfg.workers_to_check:
             prefix = os.path.join(folder, "out")

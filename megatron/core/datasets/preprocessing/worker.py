@@ -21,6 +21,7 @@ import numpy as np
 from megatron.core.datasets.preprocessing.inputs import Part
 from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
 from megatron.core.datasets.preprocessing.sentences import make_splitter
+from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
@@ -115,7 +116,7 @@ class Worker:
                 self._fill(part, builders, record)
             except ValueError as error:  # a text that this tokenizer cannot take, a damaged file
                 where = f"{part.file.path}, at or before line {record.lines} of the part that starts at {part.start}"
-                raise error if part.file.path in str(error) else ValueError(f"{where}: {error}") from error
+                raise error if part.file.path in str(error) else UserError(f"{where}: {error}") from error
             if part.data is None:
                 part.file.check_unchanged()
             for key, prefix in prefixes.items():

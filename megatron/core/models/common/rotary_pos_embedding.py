@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.context_parallel import zigzag
+from megatron.core.errors import UserError
 from megatron.core.process_groups import SINGLE_PROCESS, Group
 from megatron.core.transformer.attention import RotaryTables
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -101,7 +102,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.width = int(kv_channels * rotary_percent)
         if self.width < 2 or self.width % 2:
-            raise ValueError(
+            raise UserError(
                 f"rotary_percent {rotary_percent} of {kv_channels} channels per head is {self.width}; it must be an "
                 f"even "
                 "number of at least 2"
@@ -145,7 +146,7 @@ def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnSca
     """YaRN as a configuration describes it. ValueError where the original context length is needed and missing."""
     original = config.yarn_original_max_position_embeddings
     if original is None and config.rotary_scaling_factor > 1:
-        raise ValueError(
+        raise UserError(
             "position_embedding_type 'yarn' with rotary_scaling_factor > 1 needs "
             "yarn_original_max_position_embeddings, the "
             "context length before stretching"

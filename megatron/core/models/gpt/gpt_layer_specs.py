@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron.core.errors import UserError
 from megatron.core.models.backends import Backend, get_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -50,9 +51,9 @@ def layer_spec(backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool
 
 def _refuse_unavailable(num_experts: int | None, moe_grouped_gemm: bool, multi_latent_attention: bool) -> None:
     if num_experts or moe_grouped_gemm:
-        raise ValueError("num_experts: mixture-of-experts layers are not available yet")
+        raise UserError("num_experts: mixture-of-experts layers are not available yet")
     if multi_latent_attention:
-        raise ValueError("multi_latent_attention: not available yet")
+        raise UserError("multi_latent_attention: not available yet")
 
 
 def get_gpt_layer_local_spec(
@@ -108,6 +109,6 @@ def get_gpt_mtp_block_spec(
 ) -> TransformerBlockSubmodules:
     """Heads that predict further tokens; ValueError as long as they are not available."""
     _accept(accepted)
-    raise ValueError(
+    raise UserError(
         "get_gpt_mtp_block_spec: multi-token prediction is not available yet; build the model with mtp_block_spec=None"
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.context_parallel import zigzag
+from megatron.core.errors import UserError
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -111,7 +112,7 @@ class GPTModel(MegatronModule):
         cuttable = all(can_be_cut(each) for each in specs)
         stages = pipeline_stages(self.config, vocab_size=vocab_size, seq_length=seq_length, cuttable=cuttable)
         if self.config.pipeline_model_parallel_size != pp.size:
-            raise ValueError(
+            raise UserError(
                 f"config.pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}, but there are "
                 f"{pp.size} pipeline ranks: give both the same number, or layer_range"
             )
@@ -249,7 +250,7 @@ def _rotary(
 ) -> RotaryEmbedding | None:
     """The rotary embedding that a position embedding type names; None for the types without one."""
     if kind not in ("learned_absolute", "rope", "yarn", "none"):
-        raise ValueError(f"position_embedding_type {kind!r}: GPT models take learned_absolute, rope, yarn or none")
+        raise UserError(f"position_embedding_type {kind!r}: GPT models take learned_absolute, rope, yarn or none")
     if kind not in ("rope", "yarn"):
         return None
     assert config.kv_channels is not None

@@ -1,0 +1,79 @@
+"""How a run ends: what the user can mend in one message, everything else with its traceback."""
+
+import pytest
+import torch
+
+from megatron.core.cli import ConfigError
+from megatron.core.datasets.megatron_dataset import EmptySplitError
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.errors import UserError
+from megatron.core.rerun_state_machine import RejectedResult, get_rerun_state_machine
+from megatron.core.tensor_parallel.vocabulary import IdOutOfRange
+from megatron.core.tokenizers import build_tokenizer
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetError, MissingDatasetError
+from megatron.training import program
+from megatron.training.arguments import parse_args
+from megatron.training.metrics import NonFiniteError
+from megatron.training.rendezvous import RendezvousError
+from megatron.training.self_checks import BuildError, ReplicasDiffer
+from tests.test_utils.gpt_runs import MODEL_FLAGS
+
+KINDS = {
+    ConfigError: ValueError, CheckpointError: ValueError, IndexedDatasetError: ValueError, EmptySplitError: ValueError,
+    BuildError: ValueError, MissingDatasetError: FileNotFoundError, RendezvousError: OSError,
+    NonFiniteError: ArithmeticError, ReplicasDiffer: ArithmeticError, RejectedResult: ArithmeticError,
+    IdOutOfRange: IndexError,
+}  # fmt: skip
+
+
+def ending(monkeypatch, error):
+    """What ``run`` returns where the run itself raises ``error``."""
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(program, "_run", fail)
+    return program.run(parse_args([*MODEL_FLAGS, "--mock-data"]), None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_errors_for_users_have_one_base_and_keep_the_class_that_programs_catch(kind):
+    assert issubclass(kind, UserError) and issubclass(kind, KINDS[kind])
+
+
+def test_what_the_user_can_mend_ends_in_one_message(monkeypatch, capsys):
+    assert ending(monkeypatch, UserError("--data-path x: is empty; give another")) == 1
+    assert capsys.readouterr().err == "error: --data-path x: is empty; give another\n"
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, ArithmeticError, ZeroDivisionError, KeyError])
+def test_a_bug_keeps_its_traceback(monkeypatch, capsys, kind):
+    with pytest.raises(kind, match="a bug"):
+        ending(monkeypatch, kind("a bug"))
+    assert capsys.readouterr().err == ""
+
+
+class Damaged:
+    """A data set whose file turns out to be damaged."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise IndexedDatasetError("a.bin is truncated")
+
+
+def test_an_error_of_a_data_loaders_worker_ends_in_its_message_alone():
+    loader = torch.utils.data.DataLoader(Damaged(), num_workers=1)
+    with pytest.raises(IndexedDatasetError) as caught:
+        next(iter(loader))
+    assert "Traceback" in str(caught.value) and program.message_of(caught.value) == "a.bin is truncated"
+
+
+def test_bad_files_and_values_are_errors_for_users(tmp_path):
+    with pytest.raises(MissingDatasetError):
+        IndexedDataset(str(tmp_path / "none"))
+    with pytest.raises(UserError, match="--vocab-size"):
+        build_tokenizer(parse_args(["--tokenizer-type", "NullTokenizer"]))
+    with pytest.raises(RejectedResult, match="a loss: nan"):
+        get_rerun_state_machine().validate_result(float("nan"), lambda x: x != x, message="a loss")
