@@ -3,7 +3,7 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/environment.sh
-use_environment mlm,dev tokenizers tiktoken sentencepiece matplotlib tensorboard pyarrow orjson zstandard yaml pytest hypothesis ruff mypy pybind11
+use_environment mlm,dev tokenizers tiktoken sentencepiece matplotlib tensorboard pyarrow orjson zstandard yaml pytest hypothesis ruff mypy pybind11 transformers
 if [ $# -eq 0 ]; then
     "$PYTHON" -m ruff check .
     "$PYTHON" -m mypy

@@ -8,7 +8,7 @@ from setuptools import setup
 try:
     from pybind11.setup_helpers import Pybind11Extension, build_ext
 
-    extension = Pybind11Extension("megatron.data.helpers_cpp", ["megatron/data/helpers.cpp"], cxx_std=17)
+    extension = Pybind11Extension("megatron_data_helpers", ["megatron/data/helpers.cpp"], cxx_std=17)
     extension.extra_compile_args += ["-O3", "-ffp-contract=off"]  # no fused multiply-add: the twin has none
     extension.optional = True  # a failed build leaves the numpy twin
     extensions, commands = [extension], {"build_ext": build_ext}

@@ -27,13 +27,21 @@ sys.exit(0 if (major, minor) >= (2, 11) else 1)
 PY
 }
 
-has_extension() { "$PYTHON" -c "import megatron.data.helpers_cpp" 2>/dev/null; }
+has_extension() { "$PYTHON" -c "import megatron_data_helpers" 2>/dev/null; }
 
-build_extension() {  # the C++ index builders; the numpy twin serves where there is no compiler or no pybind11
+build_extension() {  # the C++ index builders; the numpy twin serves where they cannot be built
     has_extension && return
-    "$PYTHON" setup.py --quiet build_ext --inplace >build_ext.log 2>&1 || true
-    if has_extension; then rm -f build_ext.log; return; fi
-    echo "note: no C++ index builders (compiler or pybind11 missing, see build_ext.log); numpy gives the same bytes"
+    local output reason
+    output=$("$PYTHON" setup.py --quiet build_ext --inplace 2>&1) || true
+    has_extension && return
+    if ! has_modules "$PYTHON" pybind11; then
+        reason="$PYTHON has no pybind11 (pip install pybind11)"
+    elif ! command -v "${CXX:-c++}" >/dev/null; then
+        reason="there is no C++ compiler ${CXX:-c++}"
+    else
+        reason=$(grep -m 1 -i error <<<"$output" || tail -n 1 <<<"$output")
+    fi
+    echo "note: numpy builds the indices of data sets (the same bytes, slower); no C++ builders: $reason"
 }
 
 use_environment() {
@@ -51,13 +59,13 @@ use_environment() {
         build_extension
         return
     fi
-    local options=()
-    has_torch "$base" && options=(--system-site-packages)
+    local options=() versions=(-c constraints.txt)
+    if has_torch "$base"; then options=(--system-site-packages) versions=(); fi  # its torch stays, whichever it is
     PYTHON="$PWD/.venv/bin/python"
     if ! { [ -x "$PYTHON" ] && has_torch "$PYTHON" && has_modules "$PYTHON" safetensors numpy "$@"; }; then
         echo "installing into .venv (a minute or two, once) …"
         "$base" -m venv "${options[@]}" .venv
-        "$PYTHON" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$extras]" 2> >(grep -v '^WARNING' >&2)
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check "${versions[@]}" -e ".[$extras]" 2> >(grep -v '^WARNING' >&2)
     fi
     build_extension
 }

@@ -202,7 +202,7 @@ Blend build_exhaustive_blending_indices(Array<int64_t> sizes) {
 
 }  // namespace
 
-PYBIND11_MODULE(helpers_cpp, module) {
+PYBIND11_MODULE(megatron_data_helpers, module) {
   module.def("shuffle_int32", &shuffle<int32_t>);
   module.def("shuffle_uint32", &shuffle<uint32_t>);
   module.def("shuffle_int64", &shuffle<int64_t>);

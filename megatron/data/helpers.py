@@ -12,8 +12,10 @@ import numpy as np
 from megatron.core.errors import UserError
 
 try:
-    import megatron.data.helpers_cpp as _cpp
-except ImportError:  # no compiler at installation: the numpy twins below are the implementation
+    # not inside megatron: a script that runs in a checkout sees the checkout's megatron, which would hide the extension
+    # of the installed package
+    import megatron_data_helpers as _cpp
+except ImportError:  # never built: the numpy twins below are the implementation
     _cpp = None
 
 logger = logging.getLogger(__name__)

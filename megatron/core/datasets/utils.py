@@ -12,5 +12,5 @@ logger = logging.getLogger(__name__)
 
 def compile_helpers() -> None:
     """Say which index builders are in use. Nothing is compiled at run time: installation did, where it could."""
-    builders = "the C++ extension" if has_extension() else "numpy (no C++ extension installed: same results, slower)"
+    builders = "the C++ extension" if has_extension() else "numpy (the C++ extension was not built: same results)"
     logger.info("dataset index builders: %s", builders)

@@ -1,5 +1,8 @@
 """The C++ builders, their numpy twins and slow transcriptions of the rules agree byte for byte."""
 
+import importlib.util
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -175,3 +178,15 @@ def test_a_known_blend():
 def test_too_many_sources_are_refused():
     with pytest.raises(ValueError, match="merge_datasets"):
         helpers.build_blending_indices(np.full(32768, 1 / 32768), 4)
+
+
+def test_a_checkout_uses_the_extension_of_the_installed_package(monkeypatch, tmp_path):
+    """A checkout's ``megatron`` comes before the installed one's; the extension must not be looked for inside of it."""
+    (tmp_path / "megatron_data_helpers.py").write_text("origin = 'installed'\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "megatron_data_helpers", raising=False)
+    spec = importlib.util.spec_from_file_location("helpers_of_a_checkout", helpers.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.has_extension()
+    assert module._cpp.origin == "installed"
