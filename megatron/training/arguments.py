@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.config.retired import RENAMED, RETIRED, modernize
+from megatron.training.endings import tell_launcher
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
 
@@ -118,6 +119,7 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        tell_launcher(str(error))
         if os.environ.get("RANK", "0") != "0":
             raise SystemExit(2) from None
         cli.report_and_exit(error, prog)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.training.metrics import NonFiniteError, check_finite
+from megatron.training.metrics import OF_ANOTHER_RANK, NonFiniteError, check_finite
 
 
 class _Iteration(NamedTuple):
@@ -81,4 +81,4 @@ class FiniteCheck:
 
 def named_by_origin(local: Mapping[str, Tensor], everywhere: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """This rank's own loss sums, then those over all ranks: the rank whose own it is says so."""
-    return {**local, **{f"{name} (of another rank)": pair for name, pair in everywhere.items()}}
+    return {**local, **{name + OF_ANOTHER_RANK: pair for name, pair in everywhere.items()}}

@@ -29,6 +29,9 @@ Scalar = Union[float, int, "Tensor"]
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 """JSON has no NaN: non-finite values are written as these strings."""
 
+OF_ANOTHER_RANK = " (of another rank)"
+"""Ends the name of a value that is checked here but was computed elsewhere."""
+
 METRICS_FILE, TIMING_FILE = "metrics.jsonl", "timing.jsonl"
 
 
@@ -122,11 +125,13 @@ def check_finite(
             index = int((~finite).to(dtype=finite.long().dtype).argmax())
             where, bad = (f"[{index} of {flat.numel()}]" if flat.numel() > 1 else ""), float(flat[index])
         samples = "" if consumed_samples is None else f" (samples from {consumed_samples} on)"
-        raise NonFiniteError(
+        error = NonFiniteError(
             f"rank {rank}, iteration {iteration}{samples}: {name}{where} is {bad}. The weights have not been updated. "
             "Look at the data of that batch, lower --lr or raise the warm-up; --no-check-for-nan-in-loss-and-grad "
             "trains on regardless"
         )
+        error.elsewhere = name.endswith(OF_ANOTHER_RANK)
+        raise error
 
 
 def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.dataloader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
 from megatron.training.datasets import batch_size_at, samples_per_split
 from megatron.training.dry_run import dry_run_report
+from megatron.training.endings import message_of, say, tell_launcher
 from megatron.training.evaluate import eval_sets
 from megatron.training.exit_conditions import ExitConditions
 from megatron.training.hooks.base import RunInfo
@@ -70,27 +71,25 @@ def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
             code = _run(cfg, make_task, watchdog)
             watchdog.finish()
             shut_down()
-    except ConfigError as error:
-        return _refuse(str(error), 2)
     except UserError as error:
-        return _refuse(message_of(error), 1)
+        return _refuse(error)
+    except Exception as error:
+        tell_launcher(message_of(error), error)
+        raise
+    if code == UNSAVED_EXIT_CODE:
+        tell_launcher(f"the last checkpoint could not be written (exit code {code}); earlier ones are intact")
     return code
 
 
-def message_of(error: UserError) -> str:
-    """The message alone: a data loader's worker hands its errors on with its traceback in front of it."""
-    kind = type(error)
-    return str(error).rpartition(f"{kind.__module__}.{kind.__qualname__}: ")[2].rstrip()
-
-
-def _refuse(message: str, code: int) -> int:
+def _refuse(error: UserError) -> int:
+    """Ends a run that the user must mend; returns the exit code."""
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
-    rank = rank_from_environment()
-    if rank == 0 or code != 2:  # every rank finds the same configuration problems, but may find its own data problem
-        sys.stderr.write(f"error: {message}\n" if rank == 0 else f"error on rank {rank}: {message}\n")
-        sys.stderr.flush()
-    return code
+    tell_launcher(message_of(error))
+    configuration, rank = isinstance(error, ConfigError), rank_from_environment()
+    if not error.reported and (rank == 0 or not configuration):  # every rank finds the same configuration problems
+        say(message_of(error), rank)
+    return 2 if configuration else 1
 
 
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int:
@@ -187,5 +186,3 @@ def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
         f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
         " repeat, or more data, or fewer --train-iters"
     )
-
-

@@ -36,6 +36,10 @@ OTHER_SAYS = {
     Fault("holds the interpreter", 1, "ranks"): "is stopped, locked or out of reach: no sign of life for",
     Fault("is stopped", 1, "ranks"): "is stopped, locked or out of reach: no sign of life for",
 }
+MENDED_BY_THE_USER = {
+    Fault("finds bad data", 1, "torchrun"): "error on rank 1: --data-path x: document 7 is damaged; make it again",
+    Fault("computes NaN", 1, "ranks"): "error on rank 1: rank 1, iteration 2 (samples from 8 on): lm loss is nan",
+}
 OTHER_HOST_SAYS = {
     Fault("loses the network", 0, "hosts"): "the run's store failed first: rank 0 on host0 holds it and is gone or out",
     Fault("leaves", 1, "hosts"): "rank 1 failed first: ",
@@ -101,6 +105,18 @@ def test_a_failing_host_ends_the_run_on_the_others(outcome, fault):
     check_end(run)
     assert run.first_word(other).startswith(f"watchdog: {OTHER_HOST_SAYS[fault]}"), run.errors[other]
     assert run.first_word(other) in run.stacks[f"rank-{other}"]
+
+
+@pytest.mark.parametrize("fault", MENDED_BY_THE_USER, ids=str)
+def test_what_the_user_can_mend_is_said_once_and_without_stacks(outcome, fault):
+    """The rank that has the cause says it; under torchrun its report, too, ends in the message."""
+    run, message = outcome(fault), MENDED_BY_THE_USER[fault]
+    check_end(run)
+    assert run.errors[1].count(message) == 1 and not run.first_word(0), run.errors
+    assert "error on" not in run.errors[0] and not run.stacks
+    assert "Traceback" not in run.errors[0] + run.errors[1]
+    if fault.launcher == "torchrun":
+        assert message.partition(": ")[2] in run.output.partition("Root Cause")[2] and "N/A" not in run.output
 
 
 HANGS = [fault for fault in [*OTHER_SAYS, *OTHER_HOST_SAYS] if fault.what.startswith(("hangs", "holds"))]

@@ -24,10 +24,27 @@ class Failure:
     reason: str
     detail: str = ""
     """Its traceback or stack, if it could still say."""
+    for_user: bool = False
+    """A ``UserError``: the reason says everything, and nobody needs a stack."""
+    together: bool = False
+    """Every rank raised it: ``rank`` is only the one that speaks first."""
 
     def __str__(self) -> str:
+        if self.together:
+            return f"all ranks failed together: {self.reason}"
         who = "the run's store" if self.rank is None else f"rank {self.rank}"
         return f"{who} failed first: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank's main thread has raised."""
+
+    what: str
+    """The message without the rank and the place: equal where ranks raise the same error."""
+    failure: Failure
+    elsewhere: bool
+    """Another rank has the cause."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +88,22 @@ class Board:
         return self._store.check([f"done/{rank}"])
 
     # ---- the first failure
+
+    def report(self, report: Report) -> None:
+        """This rank's main thread has raised an error of its own."""
+        self._store.set(f"raised/{self.rank}", json.dumps(asdict(report)))
+
+    def all_reported(self) -> bool:
+        return self._store.check([f"raised/{rank}" for rank in self.ranks])
+
+    def reports(self) -> dict[int, Report]:
+        """Those that have come so far."""
+        found = {rank: self._read(f"raised/{rank}") for rank in self.ranks}
+        return {
+            rank: Report(each["what"], Failure(**each["failure"]), each["elsewhere"])
+            for rank, each in found.items()
+            if each is not None
+        }
 
     def declare(self, failure: Failure) -> None:
         """Writes the failure down unless there is one already."""

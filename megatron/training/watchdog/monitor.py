@@ -8,6 +8,7 @@ round ends a locked process.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import logging
 import multiprocessing
@@ -18,11 +19,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.training.endings import tell_launcher
 from megatron.training.rendezvous import Arrival
-from megatron.training.watchdog.board import Answer, Board, Failure
+from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.neighbours import Neighbours
 from megatron.training.watchdog.progress import STARTING, Beat, Progress
-from megatron.training.watchdog.stacks import has_timed_out, leave_if_locked, where_is, write_stacks
+from megatron.training.watchdog.stacks import has_timed_out, leave_if_locked, where_is, write_line, write_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -193,26 +195,41 @@ class Monitor(threading.Thread):
 
     # ---- the main thread is leaving by an error
 
-    def main_thread_raised(self, reason: str, trace: str, *, consequence: bool) -> None:
+    def main_thread_raised(self, own: Report, *, consequence: bool, speak: Callable[[Failure], None]) -> None:
         """Called by the main thread. Tells the others and waits until they know, since this process may hold the store.
 
         If the error may only say that another rank is gone (``consequence``), that rank gets the time to be found; if
-        none is, whoever got least far is named. Where another rank failed first, the process ends in here.
+        none is, whoever got least far is named. Where another rank failed first, the process ends in here; otherwise
+        ``speak`` is called before anybody else hears of the failure, as a launcher may end this process right after.
         """
-        self.own_error = trace
+        self.own_error = own.failure.detail
         self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
-            dies_meanwhile = 0.0 if has_timed_out(reason) else self.limits.heart
+            dies_meanwhile = 0.0 if has_timed_out(own.what) else self.limits.heart
             self._wait(dies_meanwhile + self.limits.spreading, lambda: self.board.failure() is not None)
         with contextlib.suppress(RuntimeError, OSError):
             if self.board.failure() is None:
-                self.board.declare(self._find_culprit() if consequence else Failure(self.rank, reason, trace))
+                found = self._find_culprit() if consequence else self._first_of_all(own)
+                if found.together or found.rank == self.rank:
+                    speak(found)
+                self.board.declare(found)
             self.wake.set()
             first = self.board.failure()
-            if first is not None and first.rank != self.rank:
+            if first is not None and not first.together and first.rank != self.rank:
                 self._wait(self.limits.heart, lambda: False)
         self._wait(self.limits.spreading, self.board.others_know)
+
+    def _first_of_all(self, own: Report) -> Failure:
+        """Which of the errors that ranks raise at about the same time is the cause. Who is quickest says nothing: the
+        same error of all ranks is nobody's, and one that points to another rank waits for that rank's."""
+        self.board.report(own)
+        patience = self.limits.heart if own.elsewhere else self.limits.grace
+        self._wait(patience, lambda: self.board.failure() is not None or self.board.all_reported())
+        reports = self.board.reports()
+        if len(reports) == len(self.arrivals) and len({each.what for each in reports.values()}) == 1:
+            return dataclasses.replace(own.failure, reason=own.what, together=True)
+        return min(reports.values(), key=lambda each: (each.elsewhere, each.failure.rank)).failure
 
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
         """Until ``condition`` holds; where it asks a store that is gone, that is for the monitor to find out."""
@@ -240,11 +257,15 @@ class Monitor(threading.Thread):
         """Says what happened and leaves; a rank that fails by itself says it in its own words. Called by any thread."""
         self.ending = True
         self._wait(self.limits.grace, lambda: self.stopped or bool(self.own_error))
-        if self.stopped or failure.rank == self.rank and self.own_error:
+        if self.stopped or self.own_error and (failure.together or failure.rank == self.rank):
             self.ending = False
             return
         with self._one_ends:
-            write_stacks(self._report(failure), self.stacks_path)
+            tell_launcher(str(failure))
+            if not failure.for_user:
+                write_stacks(self._report(failure), self.stacks_path)
+            elif failure.rank not in self.neighbours and self.neighbours.is_first:
+                write_line(f"watchdog: {failure}")  # the rank that failed has said it on its own host
             if failure.rank in self.neighbours:
                 assert failure.rank is not None
                 self.neighbours.end(failure.rank, self.limits.spreading)

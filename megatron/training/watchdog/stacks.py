@@ -25,6 +25,13 @@ def standard_error() -> Any:
     return sys.__stderr__ if sys.__stderr__ is not None else open(2, "w", closefd=False)
 
 
+def write_line(text: str) -> None:
+    """One line on stderr. Never raises."""
+    with contextlib.suppress(OSError, ValueError):
+        standard_error().write(text + "\n")
+        standard_error().flush()
+
+
 def write_stacks(head: str, path: Path | None, *, also_stderr: bool = True) -> None:
     """``head`` and the Python stacks of all threads, to stderr and to ``path``. Never raises: this is the end."""
     with contextlib.ExitStack() as opened:

@@ -10,14 +10,16 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from megatron.core.errors import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.endings import message_of, say, tell_launcher
 from megatron.training.rendezvous import Place, open_store, roll_call
 from megatron.training.trainer import Components
-from megatron.training.watchdog.board import Board
+from megatron.training.watchdog.board import Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor
 from megatron.training.watchdog.progress import Progress, ProgressHook, mark_task
-from megatron.training.watchdog.stacks import is_consequence, standard_error, write_stacks
+from megatron.training.watchdog.stacks import is_consequence, standard_error, write_line, write_stacks
 
 LEAVE_SECONDS = 30
 """How long a rank that raised may take to leave: destructors of CUDA and NCCL may wait for a peer that is gone."""
@@ -77,11 +79,27 @@ class Watchdog:
         """The main thread is about to leave by ``error``: the others hear of it before files and logs are closed."""
         if self._monitor is None or self._monitor.own_error or _is_success(error):
             return
-        reason = f"{self.progress.beat().where}: {type(error).__name__}: {error}"
+        for_user, what = isinstance(error, UserError), message_of(error)
         trace = "".join(traceback.format_exception(error))
+        failure = Failure(self._monitor.rank, f"{self.progress.beat().where}: {what}", trace, for_user)
+        own = Report(what, failure, isinstance(error, UserError) and error.elsewhere)
         signal.alarm(LEAVE_SECONDS + round(self.timeout))  # in case the store does not answer
-        self._monitor.main_thread_raised(reason, trace, consequence=is_consequence(error))
+        self._monitor.main_thread_raised(
+            own, consequence=is_consequence(error), speak=lambda first: self._speak(error, first)
+        )
         signal.alarm(LEAVE_SECONDS)
+
+    def _speak(self, error: BaseException, failure: Failure) -> None:
+        """This rank's error ends the run. Of an error that all ranks raise, one rank of each host speaks."""
+        assert self._monitor is not None
+        speaks = self._monitor.neighbours.is_first or not failure.together
+        tell_launcher(message_of(error), None if failure.for_user else error)
+        if isinstance(error, UserError):
+            error.reported = True
+            if speaks:
+                say(message_of(error), self._monitor.rank)
+        elif failure.together and speaks:
+            write_line(f"watchdog: {failure}")
 
     def finish(self) -> None:
         """The run is complete: from here on, other ranks may leave at any time."""

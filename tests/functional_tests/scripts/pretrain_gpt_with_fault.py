@@ -16,6 +16,12 @@ def raise_an_error():
     raise ZeroDivisionError("a bug in somebody's code")
 
 
+def find_bad_data():
+    from megatron.core.errors import UserError
+
+    raise UserError("--data-path x: document 7 is damaged; make it again")
+
+
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -98,6 +104,8 @@ def note(event):
 
 FAULTS = {
     "raises": raise_an_error,
+    "finds bad data": find_bad_data,
+    "computes NaN": lambda: None,
     "is killed": kill,
     "leaves": leave,
     "segfaults": segfault,
@@ -133,7 +141,7 @@ def plant(fault):
     from megatron.training.checkpointing import Checkpointer
     from megatron.training.tasks.gpt import GPTTask
 
-    get_batch, save = GPTTask.get_batch, Checkpointer.save
+    get_batch, save, loss_func = GPTTask.get_batch, Checkpointer.save, GPTTask.loss_func
     calls, saves = {True: 0, False: 0}, []
     moment = (False, 2) if fault == "hangs in evaluation" else (True, 3)
 
@@ -143,6 +151,10 @@ def plant(fault):
         if (training, calls[training]) == moment:
             go_wrong()
         return get_batch(self, data_iterator)
+
+    def faulty_loss(self, batch, output):
+        calls[True] += 1
+        return loss_func(self, batch, output * float("nan") if calls[True] >= 3 else output)
 
     def faulty_save(self, state):
         saves.append(state.iteration)
@@ -154,7 +166,9 @@ def plant(fault):
         note("fault")
         FAULTS[fault]()
 
-    if fault.endswith("save"):
+    if fault == "computes NaN":
+        GPTTask.loss_func = faulty_loss
+    elif fault.endswith("save"):
         Checkpointer.save = faulty_save
     elif fault == "hangs before the first iteration":
         GPTTask.train_valid_test_datasets_provider = go_wrong

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.rendezvous import Arrival
-from megatron.training.watchdog.board import Answer, Board, Failure
+from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor
 from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
@@ -68,8 +69,43 @@ def test_an_error_with_the_store_gone_leaves_the_last_word_to_the_monitor():
     for name in ("failure", "others_know", "declare"):
         setattr(monitor.board, name, store_is_gone)
     began = time.monotonic()
-    monitor.main_thread_raised("reason", "trace", consequence=True)
+    monitor.main_thread_raised(report(0, "reason"), consequence=True, speak=print)
     assert time.monotonic() - began > monitor.limits.heart and monitor.wake.is_set()
+
+
+def report(rank, what, elsewhere=False):
+    return Report(what, Failure(rank, f"iteration 3: {what}", "trace"), elsewhere)
+
+
+def first_of(*reports, late=None):
+    """Whom each rank names where all raise at about the same time, the rank ``late`` last."""
+    ranks = monitors(len(reports), timeout=20.0)
+
+    def raise_on(monitor):
+        time.sleep(0.2 if monitor.rank == late else 0.0)
+        return monitor._first_of_all(reports[monitor.rank])
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(raise_on, ranks))
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_the_rank_of_a_nan_is_named_whoever_raises_first(late):
+    own = [report(0, "lm loss (of another rank) is nan", True), report(1, "lm loss is nan"),
+           report(2, "lm loss (of another rank) is nan", True)]  # fmt: skip
+    assert first_of(*own, late=late) == [own[1].failure] * 3
+
+
+def test_an_error_that_all_ranks_raise_is_nobodys():
+    found = first_of(*(report(rank, "the training data is used up") for rank in range(3)), late=1)
+    assert {str(each) for each in found} == {"all ranks failed together: the training data is used up"}
+
+
+def test_a_rank_that_raises_alone_is_named_after_a_moment():
+    first, second = monitors(2)
+    assert first._first_of_all(report(0, "a bug")) == Failure(0, "iteration 3: a bug", "trace")
+    second.board.declare(Failure(1, "was first"))
+    first.main_thread_raised(report(0, "a bug"), consequence=False, speak=pytest.fail)  # no word of its own
 
 
 def store_is_gone(*args):
