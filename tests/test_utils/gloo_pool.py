@@ -8,6 +8,7 @@ the test process itself would break autograd in the workers once a test had used
 """
 
 import gc
+import importlib
 import multiprocessing as mp
 import os
 import tempfile
@@ -17,6 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 TASK_TIMEOUT_SECONDS = 120.0
+START_METHOD = "forkserver"  # or "fork", in processes that never use a GPU (tests/mutate.py)
 TASKS_PER_WORKER = 40  # torch leaves a gloo context of three threads behind per program; fresh workers are cheap
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.program",
              "megatron.training.layout_trace", "megatron.training.tasks.gpt"]  # fmt: skip
@@ -65,8 +67,11 @@ class RankPool:
 
     def __init__(self, backend: str = "gloo") -> None:
         self._backend = backend
-        self._context = mp.get_context("forkserver")
+        self._context = mp.get_context(START_METHOD)
         self._context.set_forkserver_preload(PRELOADED)
+        if START_METHOD == "fork":
+            for name in PRELOADED:
+                importlib.import_module(name)
         self._workers: list[tuple[Any, Any]] = []
         self._num_tasks = 0
 

@@ -1,0 +1,469 @@
+"""Mutation testing: do the tests notice when a line of the library is wrong?
+
+    python tests/mutate.py --sample 100                     # a hundred changes of numerical code
+    python tests/mutate.py --only megatron/core/optimizer   # every change below a path
+    python tests/mutate.py --again report.json --tests 0 --rows 0   # survivors of a report, against every test
+
+Changes one line at a time (``tests/test_utils/mutants.py``), runs the tests that execute it, quickest first, until one
+fails, and lists the changes that no test noticed. Those that change nothing, for a reason that
+``tests/mutants_explained.tsv`` states, are listed apart; any other survivor makes the exit code 1. Your files are not
+touched: everything happens in temporary copies of them, uncommitted changes included.
+
+Which test executes which line is measured once, in about the time of two runs of the suite, and kept in
+``--coverage``; later only new and changed tests are measured. Of the tests that execute a line, the ``--tests``
+quickest and ``--rows`` rows of the layout table run. A test that hangs has noticed: three times the expected time and
+half a minute are the limit.
+
+Why no library: mutmut sees calls in pytest's own process only, where most of our code runs in the ranks of a pool, and
+leaves Triton kernels, properties and module constants alone. cosmic-ray starts Python and the whole suite per change.
+"""
+
+import argparse
+import compileall
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import json
+import os
+import py_compile
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import types
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from test_utils.mutants import Mutant, mutants_of
+
+ROOT = Path(__file__).resolve().parents[1]
+NUMERICAL = [
+    *(f"megatron/core/{name}" for name in (
+        "tensor_parallel", "context_parallel", "pipeline_parallel", "distributed", "optimizer", "transformer", "models",
+        "fusions", "dist_checkpointing", "datasets/blended_dataset.py", "datasets/blended_megatron_dataset_builder.py",
+        "datasets/gpt_dataset.py", "datasets/megatron_dataset.py", "datasets/utils.py", "rng.py", "placement.py",
+        "batch_schedule.py", "buffer_layout.py", "optimizer_param_scheduler.py", "flat_pieces.py", "process_groups.py",
+        "pipeline_layout.py",
+    )),
+    *(f"megatron/training/{name}.py" for name in (
+        "trainer", "evaluate", "reduction", "finite_check", "dataloader", "datasets", "train_state", "resolve",
+    )),
+    "megatron/training/tasks",
+]  # fmt: skip
+LEFT_OUT_TESTS = ("torture", "test_watchdog", "test_readme", "test_docs_commands", "test_architecture", "test_packaging", "benchmarks")
+"""Slow, or about the text of the tree."""
+EXPLAINED = "tests/mutants_explained.tsv"
+ROWS = "test_layouts.py::"
+
+
+# -- copies of the tree, and processes that see nothing else ----------------------------------------------------------
+
+
+def copy_tree(target):
+    """The files that git knows or would add and the compiled extension, with bytecode."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    extensions = [str(path.relative_to(ROOT)) for path in ROOT.glob("megatron/**/*.so")]
+    for name in [*filter(None, listed.split("\0")), *extensions]:
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    for folder in ("megatron", "tests"):
+        compileall.compile_dir(target / folder, quiet=2)
+    return target
+
+
+def fork(tree, folder, work):
+    """Starts ``work()`` in a new process that imports from ``tree`` and has its temporary files in ``folder``."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 98
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.setsid()
+        os.chdir(tree)
+        sys.modules["__main__"] = types.ModuleType("__main__")  # spawned processes would import this file
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
+        sys.path[:] = [str(tree), *elsewhere]
+        sys.dont_write_bytecode = True  # two versions of a file within one second would share their bytecode
+        os.environ |= {"PYTHONPATH": str(tree), "TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        tempfile.tempdir = None
+        status = work()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def end(pid):
+    """Kills a process of :func:`fork` and what it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def run_pytest(arguments, plugin):
+    """In a forked process: pytest with a pool whose ranks are forked from here, where all is imported already."""
+    import pytest
+
+    from tests.test_utils import gloo_pool
+
+    gloo_pool.START_METHOD = "fork"
+    return int(pytest.main(["-q", "--tb=short", *arguments], plugins=[plugin]))
+
+
+# -- which test executes which line -----------------------------------------------------------------------------------
+
+
+class Coverage:
+    """Records of :mod:`tests.test_utils.line_trace`, kept in a folder and brought up to date with the tree."""
+
+    def __init__(self, folder, tree, suite, num_processes):
+        self.folder, self.tree, self.suite = folder, tree, suite
+        folder.mkdir(parents=True, exist_ok=True)
+        self.records, self.modules = {}, []
+        self._read()
+        sources = {str(path.relative_to(tree)): path.read_text() for path in sorted(tree.glob("megatron/**/*.py"))}
+        tests = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(tree.glob("tests/**/*.py")))).hexdigest()
+        state = folder / "state.json"
+        old = json.loads(state.read_text()) if state.exists() else {"sources": sources, "tests": ""}
+        self._follow_lines(old["sources"], sources)
+        self._drop_changed_tests()
+        self._write()
+        state.write_text(json.dumps({"sources": sources, "tests": ""}))
+        if old["tests"] != tests:
+            self._collect(num_processes)
+            self._read()
+            self._drop_changed_tests()
+            self._write()
+            state.write_text(json.dumps({"sources": sources, "tests": tests}))
+        self.by_path = defaultdict(list)
+        for record in self.records.values():
+            if record["passed"]:
+                for path, mask in record["lines"].items():
+                    self.by_path[path].append((int(mask, 16), record))
+
+    def _read(self):
+        for path in sorted(self.folder.glob("lines*.jsonl")):
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # the last line of an interrupted run
+                    record = json.loads(line)
+                    if "test" in record:
+                        self.records[record["test"]] = record
+                    self.modules += [name for name in record.get("modules", ()) if name not in self.modules]
+                    for gone in record.get("gone", ()):
+                        self.records.pop(gone, None)
+
+    def _write(self):
+        new = self.folder / "new"
+        new.write_text("\n".join(json.dumps(record) for record in [{"modules": self.modules}, *self.records.values()]))
+        for path in self.folder.glob("lines*.jsonl"):
+            path.unlink()
+        new.rename(self.folder / "lines.jsonl")
+
+    def _follow_lines(self, old, new):
+        """Renumbers what was recorded for former versions of files; a new line counts as run like the one above it."""
+        for path in [path for path, text in old.items() if text != new.get(path)]:
+            place = new_lines(old[path].split("\n"), new.get(path, "").split("\n"))
+            for record in self.records.values():
+                if path in record["lines"]:
+                    mask = int(record["lines"].pop(path), 16)
+                    record["lines"][path] = f"{sum(1 << at for at, was in place.items() if mask >> was & 1):x}"
+
+    def _drop_changed_tests(self):
+        for test, record in list(self.records.items()):
+            file = self.tree / test.split("::")[0]
+            if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest()[:16] != record["file"]:
+                del self.records[test]
+
+    def _collect(self, num_processes):
+        print(f"What tests execute is known of {len(self.records)}; measuring the others ...", flush=True)
+        left_out = [f"--ignore-glob=*{name}*" for name in LEFT_OUT_TESTS]
+        pids = []
+        for share in range(num_processes):
+            own = Path(tempfile.mkdtemp(dir=self.tree.parent))
+            output = self.folder / f"lines.{os.getpid()}.{share}.jsonl"
+
+            def work(share=share, output=output):
+                from tests.test_utils.line_trace import Collector
+
+                plugin = Collector(self.tree, output, set(self.records), share, num_processes)
+                return run_pytest([*left_out, *self.suite], plugin)
+
+            pids.append(fork(self.tree, own, work))
+        try:
+            for pid in pids:
+                os.waitpid(pid, 0)
+        finally:
+            for pid in pids:
+                end(pid)
+
+    def tests_of(self, mutant):
+        """Records of the tests that execute what the mutant changes, quickest first."""
+        first, last = mutant.lines
+        exactly = [] if mutant.on_import else [1 << mutant.line]
+        for bits in [*exactly, (1 << last + 1) - (1 << first)]:
+            found = [record for mask, record in self.by_path[mutant.path] if mask & bits]
+            if found:
+                return sorted(found, key=lambda record: record["seconds"])
+        return []
+
+
+def new_lines(old, new):
+    """Line numbers (from 1) of a new text, each with the line of the old one that it is or follows."""
+    place, last = {}, 1
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        for at in range(j1, j2):
+            last = i1 + at - j1 + 1 if tag == "equal" else min(i1 + 1, max(i2, 1)) if tag == "replace" else last
+            place[at + 1] = last
+    return place
+
+
+# -- the campaign -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    status: str
+    """caught, timeout, survived, explained."""
+    test: str = ""
+    """The first test that failed."""
+    seconds: float = 0.0
+    num_tests: int = 0
+    reason: str = ""
+
+
+class Watcher:
+    """A pytest plugin that leaves the name of the first test that fails."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed and not self.path.exists():
+            self.path.write_text(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.failed and not self.path.exists():
+            self.path.write_text(f"import of {report.nodeid}")
+
+
+class Campaign:
+    """Tries mutants, one in each copy of the tree at a time."""
+
+    def __init__(self, trees, coverage, num_tests, num_rows):
+        self.trees, self.coverage = trees, coverage
+        self.num_tests, self.num_rows = num_tests, num_rows
+        self.unreliable = set()
+
+    def selected(self, mutant):
+        """Of the tests that execute the line: the quickest, then rows of the layout table from all its parts."""
+        known = [each for each in self.coverage.tests_of(mutant) if each["test"] not in self.unreliable]
+        rows = [each for each in known if ROWS in each["test"]]
+        tests = [each for each in known if ROWS not in each["test"]][: self.num_tests or None]
+        if self.num_rows and len(rows) > self.num_rows:
+            rows = sorted(rows, key=lambda row: hashlib.sha256(row["test"].encode()).digest())[: self.num_rows]
+        return tests + sorted(rows, key=lambda row: row["seconds"])
+
+    def run(self, mutants, report=lambda result: None):
+        """All results; ``report`` hears of each when it is known."""
+        waiting, free, running, results = list(mutants)[::-1], list(self.trees), {}, []
+        try:
+            while waiting or running:
+                while waiting and free:
+                    mutant, tree = waiting.pop(), free.pop()
+                    tests = self.selected(mutant)
+                    pid, folder = self._start(mutant, tree, tests)
+                    crowd = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # others want the machine, too
+                    limit = crowd * (3 * sum(each["seconds"] for each in tests) + 30)
+                    running[pid] = (mutant, tree, folder, tests, time.monotonic(), limit)
+                time.sleep(0.02)
+                for pid, (mutant, tree, folder, tests, started, limit) in list(running.items()):
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    seconds = time.monotonic() - started
+                    if not ended and seconds < limit:
+                        continue
+                    end(pid)
+                    if not ended:
+                        os.waitpid(pid, 0)
+                    results.append(self._result(mutant, folder, ended, status, seconds, len(tests)))
+                    report(results[-1])
+                    self._restore(mutant, tree, folder)
+                    del running[pid]
+                    free.append(tree)
+        finally:
+            for pid in running:
+                end(pid)
+        return results
+
+    def _start(self, mutant, tree, tests):
+        folder = Path(tempfile.mkdtemp(dir=tree.parent))
+        file = tree / mutant.path
+        shutil.copy2(file, folder / "original")
+        file.write_text(mutant.apply(file.read_text()))
+        Path(importlib.util.cache_from_source(str(file))).unlink(missing_ok=True)
+        names = [each["test"] for each in tests]
+        return fork(tree, folder, lambda: run_pytest(["-x", *names], Watcher(folder / "failed"))), folder
+
+    def _restore(self, mutant, tree, folder):
+        shutil.copy2(folder / "original", tree / mutant.path)
+        py_compile.compile(str(tree / mutant.path))
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _result(self, mutant, folder, ended, status, seconds, num_tests):
+        test = (folder / "failed").read_text() if (folder / "failed").exists() else ""
+        outcome = "timeout" if not ended else "survived" if status == 0 else "caught"
+        if outcome == "caught" and not test:
+            test = (folder / "log").read_text()[-300:]
+        return Result(mutant, outcome, test, seconds, num_tests)
+
+    def failing_without_a_change(self, results):
+        """Of the tests that noticed something, those that fail on the unchanged tree under the same conditions."""
+        names = sorted({each.test for each in results if each.status == "caught"} & set(self.coverage.records))
+        folder = Path(tempfile.mkdtemp(dir=self.trees[0].parent))
+
+        class Failures:
+            def pytest_runtest_logreport(self, report):
+                if report.failed:
+                    with open(folder / "failures", "a") as stream:
+                        stream.write(report.nodeid + "\n")
+
+        pid = fork(self.trees[0], folder, lambda: run_pytest(names, Failures()))
+        try:
+            os.waitpid(pid, 0)
+        finally:
+            end(pid)
+        return set((folder / "failures").read_text().split("\n")) - {""} if (folder / "failures").exists() else set()
+
+
+# -- what the user sees -----------------------------------------------------------------------------------------------
+
+
+def chosen(args, tree, coverage):
+    """The mutants to try, one for each of ``--sample`` random lines or all, and the lines that no test executes."""
+    tops = [tree / path for path in args.only or NUMERICAL]
+    files = sorted({file for top in tops for file in ([top] if top.is_file() else top.rglob("*.py"))})
+    by_line, unexecuted = defaultdict(list), defaultdict(set)
+    for file in files:
+        path, text = str(file.relative_to(tree)), file.read_text()
+        for mutant in mutants_of(path, text):
+            if not coverage.tests_of(mutant):
+                unexecuted[path].add(mutant.line)
+            elif mutant.apply(text):
+                by_line[path, mutant.line].append(mutant)
+    if args.again:
+        rows = json.loads(args.again.read_text())["mutants"]
+        wanted = {tuple(each["key"]) for each in rows if each["status"] == "survived"}
+        return [each for mutants in by_line.values() for each in mutants if each.key in wanted], unexecuted
+    if not args.sample:
+        return [each for mutants in by_line.values() for each in mutants], unexecuted
+    chance = random.Random(args.seed)
+    lines = chance.sample(sorted(by_line), min(args.sample, len(by_line)))
+    return [chance.choice(by_line[line]) for line in lines], unexecuted
+
+
+def explanations(tree):
+    """Key of an equivalent mutant -> why nothing changes."""
+    lines = (tree / EXPLAINED).read_text().splitlines() if (tree / EXPLAINED).exists() else []
+    rows = [line.split("\t") for line in lines if line and not line.startswith("#")]
+    return {(path, before, after): reason for path, before, after, reason in rows}
+
+
+def say(result):
+    mutant = result.mutant
+    print(f"{result.status:9} {result.seconds:5.1f} s  {mutant.path}:{mutant.line} ({mutant.what})", flush=True)
+    if result.status in ("survived", "explained"):
+        print(f"    - {mutant.before.strip()}\n    + {mutant.after.strip()}")
+        print(f"    {result.num_tests} tests ran. {result.reason}", flush=True)
+
+
+def summary(results):
+    """Counts per file and in all."""
+    by_file = defaultdict(Counter)
+    for each in results:
+        for name in (each.mutant.path, "all"):
+            by_file[name][each.status] += 1
+    width = max(map(len, by_file), default=0)
+    print(f"\n{'file':{width}} mutants caught timeout explained survived")
+    for path, counts in sorted(by_file.items(), key=lambda item: (item[0] == "all", item[0])):
+        cells = [sum(counts.values()), *(counts[name] for name in ("caught", "timeout", "explained", "survived"))]
+        print(f"{path:{width}} {cells[0]:7} {cells[1]:6} {cells[2]:7} {cells[3]:9} {cells[4]:8}")
+
+
+def save(path, results, unexecuted):
+    rows = [{**each.mutant._asdict(), **{k: v for k, v in vars(each).items() if k != "mutant"}, "key": each.mutant.key}
+            for each in results]  # fmt: skip
+    lines = {path: sorted(numbers) for path, numbers in unexecuted.items()}
+    path.write_text(json.dumps({"mutants": rows, "unexecuted": lines}, indent=1))
+
+
+def parse(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--sample", type=int, metavar="N", help="one change of each of N random lines (default: all)")
+    add("--seed", type=int, default=0, help="of the random lines (default: 0)")
+    add("--only", nargs="+", metavar="PATH", help="files or folders to change (default: numerical code)")
+    add("--again", type=Path, metavar="REPORT", help="the survivors of a report")
+    add("--suite", nargs="+", default=["tests"], metavar="PATH", help="tests to use (default: tests)")
+    add("--tests", type=int, default=40, metavar="N", help="tests per change at most, 0: all (default: 40)")
+    add("--rows", type=int, default=8, metavar="N", help="rows of the layout table besides, 0: all (default: 8)")
+    add("--jobs", type=int, default=2, metavar="N", help="changes tried at a time (default: 2)")
+    add("--report", type=Path, metavar="FILE", help="write every result as JSON")
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron-mutate"
+    add("--coverage", type=Path, default=cache, metavar="DIR", help=f"what tests execute (default: {cache})")
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, which cleans up
+    with tempfile.TemporaryDirectory(prefix="mutate") as folder:
+        trees = [Path(folder, str(number), "tree") for number in range(args.jobs)]
+        copy_tree(trees[0])
+        for tree in trees[1:]:
+            shutil.copytree(trees[0], tree)
+        coverage = Coverage(args.coverage, trees[0], args.suite, args.jobs)
+        for name in coverage.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        mutants, unexecuted = chosen(args, trees[0], coverage)
+        print(f"{len(mutants)} changes; no test executes {sum(map(len, unexecuted.values()))} other lines", flush=True)
+        reasons = explanations(trees[0])
+
+        def known(result):
+            result.reason = reasons.get(result.mutant.key, "")
+            if result.status == "survived" and result.reason:
+                result.status = "explained"
+            say(result)
+
+        campaign = Campaign(trees, coverage, args.tests, args.rows)
+        results = campaign.run(mutants, known)
+        campaign.unreliable = campaign.failing_without_a_change(results)
+        if campaign.unreliable:
+            print("Fail without a change, too; once more without them:", *sorted(campaign.unreliable), sep="\n  ")
+            again = [each.mutant for each in results if each.test in campaign.unreliable]
+            results = [each for each in results if each.test not in campaign.unreliable] + campaign.run(again, known)
+    results.sort(key=lambda each: each.mutant)
+    summary(results)
+    if args.report:
+        save(args.report, results, unexecuted)
+    return 1 if any(each.status == "survived" for each in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The mutation tester itself: what it changes, what it leaves alone, how it follows lines, and one small campaign."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.test_utils.mutants import mutants_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TOY = '''"""A module: 1 + 1."""
+LIMIT = 3
+
+
+def scaled(x: int | None, groups, weight=2.0) -> float:
+    """x * 2"""
+    if x is None or x < 0:
+        raise ValueError(f"x is {x + 1}")
+    if x > LIMIT and not groups.tp.is_last:
+        x += 1
+    logger.info("scaling by %d", 7)
+    return reduce(x, group=groups.dp_cp) * weight
+
+
+def __repr__(self):
+    return 4 * 5
+'''
+
+
+def changes_of(source):
+    return {(each.line, each.after.strip()) for each in mutants_of("toy.py", source)}
+
+
+def test_a_change_replaces_one_thing_in_one_line():
+    expected = {
+        (2, "LIMIT = 4"),
+        (5, "def scaled(x: int | None, groups, weight=4.0) -> float:"),
+        (9, "if x >= LIMIT and not groups.tp.is_last:"),
+        (9, "if x > LIMIT or not groups.tp.is_last:"),
+        (9, "if x > LIMIT and groups.tp.is_last:"),
+        (9, "if x > LIMIT and not groups.cp.is_last:"),
+        (9, "if not (x > LIMIT and not groups.tp.is_last):"),
+        (10, "x -= 1"),
+        (10, "pass"),
+        (12, "return x * weight"),
+        (12, "return reduce(x) * weight"),
+        (12, "return reduce(x, group=groups.dp) * weight"),
+        (12, "return reduce(x, group=groups.dp_cp) / weight"),
+        (12, "return reduce(x, group=groups.dp_cp)"),
+    }
+    assert expected <= changes_of(TOY)
+
+
+def test_what_changes_no_number_is_left_alone():
+    assert {line for line, _ in changes_of(TOY)} == {2, 5, 9, 10, 12}
+
+
+def test_every_change_is_of_one_line_and_applies():
+    lines = TOY.split("\n")
+    for each in mutants_of("toy.py", TOY):
+        assert each.before == lines[each.line - 1] != each.after
+        assert each.apply(TOY).split("\n") == [*lines[: each.line - 1], each.after, *lines[each.line :]]
+
+
+def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
+    """A real one, on a module and the tests of it that need neither torch nor other processes."""
+    command = [sys.executable, "tests/mutate.py", "--jobs", "1", "--coverage", str(tmp_path / "coverage")]
+    command += ["--suite", "tests/unit_tests/core/test_batch_schedule.py", "--only", "megatron/core/batch_schedule.py"]
+    command += ["--sample", "3", "--seed", "1", "--report", str(tmp_path / "report.json")]
+    before = (ROOT / "megatron/core/batch_schedule.py").read_bytes()
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    rows = json.loads((tmp_path / "report.json").read_text())["mutants"]
+    survived = [row for row in rows if row["status"] == "survived"]
+    assert len(rows) == 3 and len(survived) < 3, done.stdout + done.stderr
+    assert done.returncode == (1 if survived else 0)
+    assert all("test_batch_schedule.py::" in row["test"] for row in rows if row["status"] == "caught")
+    assert (ROOT / "megatron/core/batch_schedule.py").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["coverage", "report.json"]
