@@ -1,31 +1,31 @@
-"""The files of a checkpoint folder: ``iter_0001000/``, the tracker ``latest_checkpointed_iteration.txt``, the lock.
+"""The files of a checkpoint folder: ``iter_0001000/`` and the tracker ``latest_checkpointed_iteration.txt``.
 
-The tracker moves last and in one rename, and a reader never depends on it: whatever it says, the newest complete
-checkpoint is found. All of this is for one process, the first rank.
+The tracker moves last and in one rename. One rule says what is loaded: the checkpoint that --ckpt-step names, else the
+one that the tracker names, else (it names none that is there) the newest. If that checkpoint is damaged, in whatever
+way, it is refused and an earlier one named: which of them to believe is for a person to say. All of this is for one
+process, the first rank.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
 import re
 import shutil
-import socket
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.writer import TEMPORARY, Fault, no_fault, recover, write_file_atomically
 
 logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
-LOCK = ".lock"
 RELEASE = "release"
+MAX_TRACKER_BYTES = 4096
 
 
 def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, release: bool = False) -> str:
@@ -41,22 +41,23 @@ def get_checkpoint_tracker_filename(checkpoints_path: str | os.PathLike) -> str:
 def saved_iterations(folder: str | os.PathLike) -> list[int]:
     """Iterations for which a directory exists, newest first; complete or not."""
     names = [path.name for path in Path(folder).glob("iter_*")]
-    return sorted({int(match[1]) for name in names if (match := re.fullmatch(r"iter_(\d{7,})", name))}, reverse=True)
+    matches = [re.fullmatch(r"iter_([0-9]{7}|[1-9][0-9]{7,17})", name) for name in names]
+    return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
 
 def read_tracker(folder: str | os.PathLike) -> int | str:
     """The iteration that the tracker names, or ``"release"``.
 
     Raises:
-        CheckpointError: it is empty, not a number, or negative.
+        CheckpointError: it is empty, not a number, negative, or no small regular file.
         FileNotFoundError: there is none.
     """
     path = Path(folder) / TRACKER
-    text = path.read_bytes()[:100].decode("utf-8", errors="replace").strip()
+    text = read_regular_file(path, MAX_TRACKER_BYTES, follow=True).decode("utf-8", errors="replace").strip()
     if text == RELEASE:
         return RELEASE
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{path} holds {text!r} instead of an iteration or 'release'")
+        raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration or 'release'")
     return int(text)
 
 
@@ -73,6 +74,8 @@ class Found:
     iteration: int
     """0 for a release."""
     release: bool = False
+    run_id: str = ""
+    """Of the save that wrote it: a copy has the same."""
 
 
 def find_checkpoint(
@@ -80,11 +83,10 @@ def find_checkpoint(
 ) -> Found | None:
     """What --load (and --ckpt-step) means; None if ``folder`` holds no checkpoint at all.
 
-    A tracker that is missing, unreadable or points to something incomplete is reported, and the newest complete
-    checkpoint is taken instead. ``repair`` (for one process alone) brings back a checkpoint whose replacement died.
+    ``repair`` (for one process alone) brings back a checkpoint whose replacement died.
 
     Raises:
-        CheckpointError: ``step`` was asked for and is not complete, or nothing in ``folder`` is.
+        CheckpointError: the one that is meant is not there or damaged; an earlier complete one is named.
     """
     if folder is None or not Path(folder).is_dir():
         if step is not None:
@@ -93,35 +95,78 @@ def find_checkpoint(
     if repair and os.access(folder, os.W_OK):
         recover(folder)
     if step is not None:
-        directory = get_checkpoint_name(folder, step)
-        read_manifest(directory)
-        return Found(directory, step)
+        return _open(folder, step)
+    problem, latest = None, None
     try:
         latest = read_tracker(folder)
-        directory = get_checkpoint_name(folder, 0 if latest == RELEASE else int(latest), latest == RELEASE)
-        read_manifest(directory)
-        return Found(directory, 0 if latest == RELEASE else int(latest), latest == RELEASE)
     except FileNotFoundError:
         problem = f"{Path(folder) / TRACKER} is missing"
     except CheckpointError as error:
         problem = str(error)
-    return _newest_complete(folder, problem)
+    if latest is not None:
+        if os.path.lexists(_directory(folder, latest)):
+            found = _open(folder, latest)
+            _report_newer(folder, found)
+            return found
+        problem = f"{Path(folder) / TRACKER} names {_directory(folder, latest)}, which is not there"
+    return _newest(folder, str(problem))
 
 
-def _newest_complete(folder: str | os.PathLike, problem: str) -> Found | None:
-    candidates = saved_iterations(folder)
-    for iteration in candidates:
-        directory = get_checkpoint_name(folder, iteration)
-        try:
-            read_manifest(directory)
-        except CheckpointError as error:
-            logger.warning("%s", error)
-            continue
-        logger.warning("%s; falling back to the newest complete checkpoint, %s", problem, directory)
-        return Found(directory, iteration)
-    if not candidates and not (Path(folder) / TRACKER).exists():
+def _directory(folder: str | os.PathLike, which: int | str) -> str:
+    return get_checkpoint_name(folder, 0 if which == RELEASE else int(which), which == RELEASE)
+
+
+def _open(folder: str | os.PathLike, which: int | str) -> Found:
+    directory, iteration = _directory(folder, which), 0 if which == RELEASE else int(which)
+    try:
+        manifest = read_manifest(directory)
+    except CheckpointError as error:
+        raise CheckpointDamagedError(f"{error}{alternative(folder, iteration)}") from None
+    return Found(directory, iteration, which == RELEASE, manifest["run_id"])
+
+
+def _newest(folder: str | os.PathLike, problem: str) -> Found | None:
+    """Where the tracker does not help: the newest checkpoint, or a release."""
+    which: list[int | str] = [*saved_iterations(folder)]
+    if Path(get_checkpoint_name(folder, 0, release=True)).is_dir():
+        which.append(RELEASE)
+    if not which and not os.path.lexists(Path(folder) / TRACKER):
         return None
-    raise CheckpointError(f"{problem}, and {folder} holds no complete checkpoint: restore one or choose another --load")
+    if not which:
+        raise CheckpointError(f"{problem}, and {folder} holds no checkpoint: restore one or choose another --load")
+    try:
+        found = _open(folder, which[0])
+    except CheckpointError as error:
+        raise CheckpointDamagedError(f"{problem}; {error}") from None
+    logger.warning("WARNING: %s; taking the newest checkpoint, %s", problem, found.directory)
+    return found
+
+
+def _report_newer(folder: str | os.PathLike, found: Found) -> None:
+    """A tracker that was set back, by hand or by a flipped bit, looks like any other."""
+    newest = newest_complete(folder)
+    if newest is not None and newest > found.iteration:
+        logger.warning(
+            "WARNING: %s names iteration %s, but the newest complete checkpoint there is of iteration %d. Taking what"
+            " the tracker names; --ckpt-step %d takes the newest. The first save of a run moves newer ones aside.",
+            Path(folder) / TRACKER, RELEASE if found.release else found.iteration, newest, newest,
+        )  # fmt: skip
+
+
+def newest_complete(folder: str | os.PathLike, before: int | None = None) -> int | None:
+    """The newest iteration (below ``before``) whose manifest and files are all there, in their sizes."""
+    for iteration in saved_iterations(folder):
+        if before is None or iteration < before:
+            with suppress(CheckpointError):
+                read_manifest(get_checkpoint_name(folder, iteration))
+                return iteration
+    return None
+
+
+def alternative(folder: str | os.PathLike, iteration: int) -> str:
+    """Names a complete checkpoint before ``iteration``, to end a message with; empty where there is none."""
+    earlier = newest_complete(folder, iteration)
+    return "" if earlier is None else f"; --ckpt-step {earlier} continues from an earlier one, and keeps this one aside"
 
 
 def delete_checkpoint(folder: str | os.PathLike, iteration: int, fault: Fault = no_fault) -> None:
@@ -132,39 +177,3 @@ def delete_checkpoint(folder: str | os.PathLike, iteration: int, fault: Fault = 
     os.rename(directory, condemned)
     fault("mid_delete")
     shutil.rmtree(condemned, ignore_errors=True)
-
-
-class SaveLock:
-    """Keeps a second job from writing to the same --save.
-
-    A POSIX record lock on ``<folder>/.lock``: the system drops it when its process ends, however it ends, so that a
-    dead job's lock never needs cleaning. The file's text says who holds it.
-    """
-
-    def __init__(self, folder: str | os.PathLike) -> None:
-        self.path = Path(folder) / LOCK
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._descriptor: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise CheckpointError(f"--save {folder}: cannot be written ({error.strerror}); choose another") from None
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            holder = os.read(self._descriptor, 200).decode("utf-8", errors="replace").strip()
-            os.close(self._descriptor)
-            self._descriptor = None
-            raise CheckpointError(
-                f"--save {folder}: another job writes there ({holder}); wait for it, stop it, or choose another folder"
-            ) from None
-        except OSError as error:  # a file system without locks: better no protection than no training
-            logger.warning("--save %s: cannot be locked (%s): let no other job use it", folder, error.strerror)
-        os.ftruncate(self._descriptor, 0)
-        with suppress(OSError):  # a full disk keeps the lock and loses the name of its holder
-            os.write(self._descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-
-    def release(self) -> None:
-        """Lets the next job in."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None

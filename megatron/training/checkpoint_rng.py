@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 
 
@@ -39,7 +40,14 @@ def get_rng_state() -> dict[str, Tensor]:
 
 
 def set_rng_state(states: dict[str, Tensor]) -> None:
-    """Inverse of :func:`get_rng_state`."""
+    """Inverse of :func:`get_rng_state`; ``CheckpointDamagedError`` for what no generator can be in."""
+    try:
+        _set_rng_state(states)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # of four libraries
+        raise CheckpointDamagedError(f"the random states of the checkpoint are of no generator: {error}") from error
+
+
+def _set_rng_state(states: dict[str, Tensor]) -> None:
     *words, is_set, bits = states["python"].tolist()
     random.setstate((3, tuple(words), _double(is_set, bits)))
     *keys, position, is_set, bits = states["numpy"].tolist()

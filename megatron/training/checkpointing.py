@@ -8,18 +8,16 @@ exact is refused.
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing import writer
-from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.exchange import from_first_rank
-from megatron.core.dist_checkpointing.manifest import ASSET_NAME
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.exchange import from_first_rank, together
+from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT, MANIFEST
 from megatron.core.dist_checkpointing.reader import CheckpointReader, load_from, together_reader
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, module_tensors
 from megatron.core.dist_checkpointing.writer import Fault, no_fault, remove_leftovers
@@ -28,10 +26,16 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.arguments import config_to_dict
-from megatron.training.checkpoint_args import apply_checkpoint_args, check_args, load_checkpoint_args
+from megatron.training.checkpoint_args import (
+    apply_checkpoint_args,
+    check_args,
+    in_a_box,
+    load_checkpoint_args,
+    software_versions,
+)
 from megatron.training.checkpoint_files import (
     Found,
-    SaveLock,
+    alternative,
     delete_checkpoint,
     find_checkpoint,
     get_checkpoint_name,
@@ -39,7 +43,10 @@ from megatron.training.checkpoint_files import (
     saved_iterations,
     write_tracker,
 )
+from megatron.training.checkpoint_history import continues, set_aside
+from megatron.training.checkpoint_lock import SaveLock
 from megatron.training.checkpoint_rng import rng_tensors, set_rng_state
+from megatron.training.checkpoint_schema import malformed
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 
@@ -75,8 +82,14 @@ class Checkpointer:
         self.tokenizer = None if tokenizer is None else tokenizer.fingerprint
         self.failed_saves = 0
         """Saves in a row that failed."""
+        self.last_failure = ""
+        """Why the last of them did."""
+        self._continued_from: int | None = None
+        """The iteration in --save that this run goes on from; None: it does not continue what is there."""
         self._lock: SaveLock | None = None
         self._saved: list[int] = []
+        self._is_clear = False
+        """Checkpoints of another history are out of the way of this run's."""
         if cfg.save is not None:
             from_first_rank(self._take_lock, groups.world)
 
@@ -96,10 +109,11 @@ class Checkpointer:
         cfg, world = self.cfg, self.groups.world
         assert cfg.save is not None, "save() without --save"
         folder, iteration = cfg.save, state.iteration
-        logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, cfg.ckpt_format)
+        # Megatron-LM's line up to the name of the format, which scripts look for
+        logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
         live = None if self.optimizer is None or cfg.no_save_optim else self.optimizer.state_dict()
         try:
-            from_first_rank(lambda: remove_leftovers(folder), world)
+            from_first_rank(lambda: self._prepare(folder), world)
             writer.save(
                 self._tensors(optimizer=live, rng=not cfg.no_save_rng, rounded=True),
                 get_checkpoint_name(folder, iteration),
@@ -109,6 +123,7 @@ class Checkpointer:
             from_first_rank(lambda: self._finish(folder, iteration), world)
         except CheckpointError as error:
             self.failed_saves += 1
+            self.last_failure = str(error)
             logger.error(
                 "saving checkpoint at iteration %d to %s failed, earlier checkpoints are untouched: %s",
                 iteration, folder, error,
@@ -120,6 +135,13 @@ class Checkpointer:
             iteration, folder, *self._coordinates(),
         )  # fmt: skip
         return True
+
+    def _prepare(self, folder: str) -> None:
+        """Clear away what is in the way of a save, on the first rank."""
+        remove_leftovers(folder)
+        if not self._is_clear:
+            set_aside(folder, self._continued_from)
+            self._is_clear = True
 
     def _coordinates(self) -> tuple[int, int, int, int]:
         """Tensor rank and size, pipeline rank and size, counted from 1."""
@@ -164,7 +186,7 @@ class Checkpointer:
             "train_state": state.to_dict(),
             "args": config_to_dict(self.cfg),
             "tokenizer": self.tokenizer,
-            "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+            "versions": software_versions(),
         }
         if optimizer is not None:
             objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
@@ -187,8 +209,9 @@ class Checkpointer:
         logger.info(" loading checkpoint from %s at iteration %d", Path(found.directory).parent, found.iteration)
         try:
             return self._restore(found, weights_only)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{self._alternative(found)}") from None
+        except CheckpointDamagedError as error:
+            earlier = "" if found.release else alternative(Path(found.directory).parent, found.iteration)
+            raise CheckpointDamagedError(f"{error}{earlier}") from None
 
     def _find(self) -> tuple[Found | None, bool]:
         """The checkpoint to load, as the first rank sees it, and whether only its weights are wanted."""
@@ -200,6 +223,7 @@ class Checkpointer:
             ):  # fmt: skip
                 found = find_checkpoint(folder, step, repair=True)
                 if found is not None:
+                    self._continued_from = self._continuation(found, finetune)
                     return [found.directory, found.iteration, found.release, finetune or found.release]
             if cfg.exit_on_missing_checkpoint:
                 raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
@@ -210,10 +234,17 @@ class Checkpointer:
         answer = from_first_rank(search, self.groups.world)
         return (None, False) if answer is None else (Found(*answer[:3]), answer[3])
 
+    def _continuation(self, found: Found, finetune: bool) -> int | None:
+        """The iteration that what is saved will follow on in --save; None if it belongs to another history."""
+        folder = self.cfg.save
+        if folder is None or self.cfg.start_over or (finetune and not found.release) or not continues(folder, found):
+            return None
+        return found.iteration
+
     def _restore(self, found: Found, weights_only: bool) -> TrainState:
         cfg, world = self.cfg, self.groups.world
         reader = together_reader(found.directory, world)
-        from_first_rank(lambda: self._check_objects(reader, found, weights_only), world)
+        changes = from_first_rank(lambda: self._check_objects(reader, found, weights_only), world)
         wants_optimizer = self.optimizer is not None and not weights_only and not cfg.no_load_optim
         wants_rng = not weights_only and not cfg.no_load_rng and self._same_world(reader)
         live = self.optimizer.state_dict() if self.optimizer is not None and wants_optimizer else None
@@ -227,17 +258,25 @@ class Checkpointer:
         elif self.optimizer is not None:
             self.optimizer.reload_model_params()
         if wants_rng:
-            set_rng_state({name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")})
+            states = {name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")}
+            together(lambda: set_rng_state(states), world)
         logger.info(
             "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
             Path(found.directory).parent, *self._coordinates(), found.iteration,
         )  # fmt: skip
+        if changes and world.is_first:
+            logger.warning("%s", in_a_box(changes))  # last, so that no other line of the start pushes it off the screen
         return TrainState() if weights_only else TrainState.from_dict(reader.objects["train_state"])
 
-    def _check_objects(self, reader: CheckpointReader, found: Found, weights_only: bool) -> None:
-        """Refuse what is there but must not be loaded."""
+    def _check_objects(self, reader: CheckpointReader, found: Found, weights_only: bool) -> list[str]:
+        """Refuse what is there but must not be loaded; what changes results and is allowed, in words."""
         objects, cfg = reader.objects, self.cfg
-        problems = reader.verify_assets()
+        where = reader.directory / MANIFEST
+        if wrong := malformed(objects, release=found.release):
+            raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(wrong)}")
+        if damaged := reader.verify_assets():
+            raise CheckpointDamagedError("; ".join(damaged))
+        problems = []
         if not found.release and objects["iteration"] != found.iteration:
             problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
         known = None not in (self.tokenizer, objects["tokenizer"])
@@ -247,11 +286,14 @@ class Checkpointer:
             problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
         if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" in objects:
             problems += self._other_precision(reader, found)
+            if cfg.fp16 and cfg.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
+                fix = "give its --loss-scale, or add --no-load-optim"
+                problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
         if not weights_only and not cfg.no_load_rng and not any(name.startswith("rng.") for name in reader.names):
             problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
             raise CheckpointError("; ".join(problems))
-        check_args(objects["args"], config_to_dict(cfg), found.directory, weights_only=weights_only)
+        return check_args(objects, config_to_dict(cfg), found.directory, weights_only=weights_only)
 
     def _other_precision(self, reader: CheckpointReader, found: Found) -> list[str]:
         """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""
@@ -273,11 +315,6 @@ class Checkpointer:
             return True
         logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
         return False
-
-    def _alternative(self, found: Found) -> str:
-        """Names an earlier checkpoint, for a message."""
-        earlier = [i for i in saved_iterations(Path(found.directory).parent) if i < found.iteration]
-        return f"; an earlier one can be chosen by --ckpt-step {earlier[0]}" if earlier and not found.release else ""
 
 
 def _previous(folder: str) -> int | None:

@@ -46,7 +46,7 @@ class ExitFlags(Protocol):
 class ExitReason:
     """Why training stops, and the exit code of the process."""
 
-    kind: Literal["train_iters", "train_samples", "signal", "duration", "interval"]
+    kind: Literal["train_iters", "train_samples", "signal", "duration", "interval", "unsaved"]
     message: str
     exit_code: int = 0
 
@@ -100,6 +100,21 @@ def decide(
     if every(cfg.exit_interval, state.iteration) and state.iteration >= first_iteration:
         return ExitReason("interval", f"exiting program at iteration {state.iteration}")
     return None
+
+
+def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) -> ExitReason | None:
+    """The reason to stop once ``limit`` saves in a row have failed: what cannot be saved is work that will be lost.
+
+    The program's exit code is then that of every end whose last save failed.
+    """
+    if failures < limit:
+        return None
+    return ExitReason(
+        "unsaved",
+        f"stopping: the last {failures} saves to --save {folder} failed, the latest: {why}. Checkpoints before them are"
+        " intact: make room there, or mend the file system, and start the same command with --load on that folder."
+        " --max-failed-saves sets how many failures are borne",
+    )
 
 
 def as_signal(value: signal.Signals | str | int) -> signal.Signals:

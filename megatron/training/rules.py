@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron.core.cli import Problem, flags_of
 from megatron.training import (
     rules_backends,
+    rules_checkpoints,
     rules_context,
     rules_data,
     rules_data_parallel,
@@ -22,7 +23,7 @@ from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 
 RULES = (
     *rules_model.RULES, *rules_backends.RULES, *rules_layout.RULES, *rules_context.RULES, *rules_pipeline.RULES,
-    *rules_data_parallel.RULES, *rules_training.RULES,
+    *rules_data_parallel.RULES, *rules_training.RULES, *rules_checkpoints.RULES,
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from megatron.training.evaluate import EvalSet, Evaluator
 from megatron.training.exit_conditions import (
     ExitConditions,
     ExitReason,
+    after_failed_saves,
     every,
     is_eval_iteration,
     is_log_iteration,
@@ -89,6 +90,7 @@ class Trainer:
             reason = self.exits.check(self.state)
             if is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
                 self.save()
+                reason = reason or self.unsaved()
             self.between_steps()
         logger.info("%s", reason.message)
         return reason
@@ -220,6 +222,11 @@ class Trainer:
             for hook in self.parts.hooks:
                 hook.on_saved(self.state)
         self.lap()
+
+    def unsaved(self) -> ExitReason | None:
+        """The reason to stop where checkpoints cannot be written."""
+        checkpointer, cfg = self.parts.checkpointer, self.cfg
+        return after_failed_saves(checkpointer.failed_saves, cfg.max_failed_saves, cfg.save, checkpointer.last_failure)
 
     def between_steps(self) -> None:
         """Housekeeping that must happen at the same iteration on every rank."""

@@ -87,6 +87,61 @@ def refused(gloo_pool, argv):
     return message
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_second_start_into_a_used_folder_is_refused_or_starts_over(gloo_pool, dataset, tmp_path, world_size):
+    """A forgotten --load would begin at 0 and overwrite the run that is there."""
+    save = tmp_path / "run"
+    argv = [*data_flags(dataset, save), "--save-interval", "4"]
+    assert gloo_pool.run(train, world_size, argv) == [0] * world_size
+    before = contents(save)
+    for code, message in gloo_pool.run(train_with_errors, world_size, argv):
+        assert code == 1 and f"--load {save}" in message and "--start-over" in message
+    assert contents(save) == before
+    assert gloo_pool.run(train, world_size, [*argv, "--start-over"]) == [0] * world_size
+    kept = {path for path in before if path.parent != save}
+    assert kept and all(contents(save / "set-aside-001")[save / "set-aside-001" / path.relative_to(save)]
+                        == before[path] for path in kept)  # fmt: skip
+    assert digests(save / "iter_0000008") == digests(save / "set-aside-001" / "iter_0000008"), "the same run again"
+
+
+def train_on_a_full_disk(rank, world_size, argv):
+    """Exit code and log of a run whose every save fails."""
+    import errno
+    import logging
+    from unittest import mock
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("megatron").addHandler(handler)
+    try:
+        with mock.patch("megatron.core.dist_checkpointing.writer._write_blocks", full):
+            return train(rank, world_size, argv), lines
+    finally:
+        logging.getLogger("megatron").removeHandler(handler)
+
+
+def test_saves_that_fail_again_and_again_stop_the_run(gloo_pool, dataset, tmp_path):
+    save = tmp_path / "run"
+    argv = [*data_flags(dataset, save), "--save-interval", "1"]
+    for limit, iterations in ((None, 3), (5, 5)):
+        flags = [] if limit is None else ["--max-failed-saves", str(limit)]
+        for code, lines in gloo_pool.run(train_on_a_full_disk, 2, argv + flags):
+            assert code == 75
+            [message] = [line for line in lines if line.startswith("stopping: the last")]
+            assert "No space left" in message and "--load" in message and "--max-failed-saves" in message
+        records = [record for record in read_records(save / "metrics.jsonl") if record["kind"] == "train"]
+        assert len(records) == iterations
+    assert not list(save.glob("iter_*"))
+
+
 def test_a_token_beyond_the_vocabulary_is_named(gloo_pool, tmp_path):
     from megatron.data.indexed_dataset import IndexedDatasetBuilder
 

@@ -1,6 +1,9 @@
-from megatron.core.dist_checkpointing.errors import CheckpointError, CheckpointWriteError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.reader import CheckpointReader, load
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.writer import save
 
-__all__ = ["CheckpointError", "CheckpointReader", "CheckpointWriteError", "ShardedTensor", "load", "save"]
+__all__ = [
+    "CheckpointDamagedError", "CheckpointError", "CheckpointReader", "CheckpointWriteError", "ShardedTensor", "load",
+    "save",
+]  # fmt: skip

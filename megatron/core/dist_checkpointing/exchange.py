@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.errors import UserError
 from megatron.core.process_groups import Group
 
@@ -56,19 +56,20 @@ def together(action: Callable[[], T], group: Group, error: type[CheckpointError]
     """
     result: Any = None
     message = None
+    damaged = False
     caught: Exception | None = None
     try:
         result = action()
     except (ValueError, OSError) as problem:
-        caught = problem
+        caught, damaged = problem, isinstance(problem, CheckpointDamagedError)
         message = str(problem) if isinstance(problem, CheckpointError) else f"{type(problem).__name__}: {problem}"
-    replies = all_gather_json([message, result], group)
-    failures = [(rank, text) for rank, (text, _) in enumerate(replies) if text is not None]
+    replies = all_gather_json([message, damaged, result], group)
+    failures = [(rank, text, kind) for rank, (text, kind, _) in enumerate(replies) if text is not None]
     if caught is not None and not isinstance(caught, UserError | OSError):
         raise caught
     if failures:
-        rank, text = failures[0]
+        rank, text, damaged = failures[0]
         where = f"rank {group.ranks[rank]}: " if group.size > 1 else ""
         further = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
-        raise error(f"{where}{text}{further}") from caught
-    return [value for _, value in replies]
+        raise (CheckpointDamagedError if damaged else error)(f"{where}{text}{further}") from caught
+    return [value for *_, value in replies]

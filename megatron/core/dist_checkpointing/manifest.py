@@ -23,7 +23,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.sharded_tensor import DTYPES
 
 MANIFEST = "metadata.json"
@@ -31,6 +32,9 @@ FORMAT = "megatron-sharded-safetensors"
 FORMAT_VERSION = 1
 BLOCK_BYTES = 16 * 2**20
 """Unit of the checksums within a chunk, of staging on save, and of reading."""
+MAX_MANIFEST_BYTES = 2**30
+MAX_HEADER_BYTES = 100 * 2**20  # as other readers of safetensors have it
+MAX_DIMS = 32
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 ASSET_NAME = re.compile(r"[A-Za-z0-9_-]+/[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -45,20 +49,21 @@ def encode(manifest: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> dict[str, Any]:
-    """Inverse of :func:`encode`; ``CheckpointError`` for anything that is not exactly such a file."""
+    """Inverse of :func:`encode`; ``CheckpointDamagedError`` for anything that is not exactly such a file."""
     body, suffix = data[:-_SUFFIX_BYTES], data[-_SUFFIX_BYTES:]
     match = _SUFFIX.fullmatch(suffix)
     if not match or hashlib.sha256(body).hexdigest().encode() != match[1]:
-        raise CheckpointError(f"{path}: damaged or incomplete (its checksum does not match)")
+        raise CheckpointDamagedError(f"{path}: damaged or incomplete (its checksum does not match)")
     try:
         manifest = json.loads(body + b"}")
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path}: not JSON ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: not a checkpoint of format {FORMAT}")
-    if manifest.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{path}: format version {manifest.get('format_version')}, this program reads version {FORMAT_VERSION}"
+        raise CheckpointDamagedError(f"{path}: not a checkpoint of format {FORMAT}")
+    version = manifest.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise CheckpointDamagedError(
+            f"{path}: format version {version!r:.40}, this program reads version {FORMAT_VERSION}"
         )
     _check_structure(manifest, path)
     return manifest
@@ -74,31 +79,43 @@ def _is_sizes(value: Any, length: int | None = None) -> bool:
 
 def _check_structure(manifest: dict[str, Any], path: Path) -> None:
     """Anybody can make a valid checksum: names and numbers are checked too."""
-    files, tensors = manifest.get("files"), manifest.get("tensors")
+    files, tensors, assets = (manifest.get(key) for key in ("files", "tensors", "assets"))
     if not isinstance(files, dict) or not isinstance(tensors, dict) or not isinstance(manifest.get("objects"), dict):
-        raise CheckpointError(f"{path}: files, tensors or objects are missing")
+        raise CheckpointDamagedError(f"{path}: files, tensors or objects are missing")
+    if not isinstance(manifest.get("run_id"), str) or not _is_sizes([manifest.get("world_size")]):
+        raise CheckpointDamagedError(f"{path}: run_id or world_size is malformed")
     for name, entry in files.items():
         if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: refuses the file name {name!r}: only plain *.safetensors names are allowed")
-        numbers = ("bytes", "header_bytes", "header_crc32")
-        if not isinstance(entry, dict) or not _is_sizes([entry.get(key) for key in numbers]):
-            raise CheckpointError(f"{path}: the entry of file {name} is malformed")
-    assets = manifest.get("assets")
+            raise CheckpointDamagedError(f"{path}: refuses the file name {name!r}: only plain *.safetensors will do")
+        if not _has_sizes(entry, "bytes", "header_bytes", "header_crc32") or not (
+            8 <= entry["header_bytes"] <= min(entry["bytes"], MAX_HEADER_BYTES)
+        ):
+            raise CheckpointDamagedError(f"{path}: the entry of file {name} is malformed")
     for name, entry in (assets if isinstance(assets, dict) else {"": None}).items():
-        if not ASSET_NAME.fullmatch(name) or not isinstance(entry, dict):
-            raise CheckpointError(f"{path}: refuses the asset {name!r}")
+        if not ASSET_NAME.fullmatch(name) or not _has_sizes(entry, "bytes", "crc32"):
+            raise CheckpointDamagedError(f"{path}: refuses the asset {name!r}")
     for name, entry in tensors.items():
         shape: Any = entry.get("shape") if isinstance(entry, dict) else None
-        known = _is_sizes(shape) and entry.get("dtype") in DTYPES and isinstance(entry.get("chunks"), list)
-        if not known:
-            raise CheckpointError(f"{path}: the entry of tensor {name} is malformed")
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        known = _is_sizes(shape) and len(shape) <= MAX_DIMS and isinstance(dtype, str) and dtype in DTYPES
+        if not known or not isinstance(entry.get("chunks"), list):
+            raise CheckpointDamagedError(f"{path}: the entry of tensor {name} is malformed")
         for chunk in entry["chunks"]:
-            _check_chunk(chunk, shape, DTYPES[entry["dtype"]].itemsize, files, f"{path}: tensor {name}")
+            _check_chunk(chunk, shape, DTYPES[str(dtype)].itemsize, files, f"{path}: tensor {name}")
+    try:
+        check_coverage(manifest)
+    except CheckpointError as error:
+        raise CheckpointDamagedError(f"{path}: {error}") from None
+
+
+def _has_sizes(entry: Any, *keys: str) -> bool:
+    return isinstance(entry, dict) and _is_sizes([entry.get(key) for key in keys])
 
 
 def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, Any], where: str) -> None:
     fits = (
-        isinstance(chunk, dict) and chunk.get("file") in files and isinstance(chunk.get("key"), str)
+        isinstance(chunk, dict) and isinstance(chunk.get("key"), str)
+        and isinstance(chunk.get("file"), str) and chunk["file"] in files
         and _is_sizes(chunk.get("offsets"), len(shape)) and _is_sizes(chunk.get("shape"), len(shape))
         and _is_sizes([chunk.get("start")]) and _is_sizes(chunk.get("crc32"))
         and all(o + n <= total for o, n, total in zip(chunk["offsets"], chunk["shape"], shape))
@@ -109,29 +126,30 @@ def _check_chunk(chunk: Any, shape: list[int], itemsize: int, files: dict[str, A
         or chunk["start"] + size > files[chunk["file"]]["bytes"]
         or len(chunk["crc32"]) != -(-size // BLOCK_BYTES)
     ):
-        raise CheckpointError(f"{where}: malformed chunk")
+        raise CheckpointDamagedError(f"{where}: malformed chunk")
 
 
 def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
     """The manifest of ``directory``, after checking that exactly its files are there, in their sizes.
 
     Raises:
-        CheckpointError: naming every missing, foreign or wrongly sized file.
+        CheckpointDamagedError: naming every missing, foreign or wrongly sized file.
     """
     directory = Path(directory)
     path = directory / MANIFEST
     try:
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise CheckpointError(f"{path}: not a regular file")
-        manifest = decode(path.read_bytes(), path)
+        manifest = decode(read_regular_file(path, MAX_MANIFEST_BYTES), path)
     except FileNotFoundError:
-        raise CheckpointError(f"{directory}: no checkpoint ({MANIFEST} is missing)") from None
+        raise CheckpointDamagedError(f"{directory}: no checkpoint ({MANIFEST} is missing)") from None
     problems = []
     for name, entry in manifest["files"].items():
         try:
             status = (directory / name).lstat()
         except FileNotFoundError:
             problems.append(f"{name} is missing")
+            continue
+        except OSError as error:
+            problems.append(f"{name} cannot be looked at ({error.strerror})")
             continue
         if not stat.S_ISREG(status.st_mode):
             problems.append(f"{name} is not a regular file")
@@ -140,7 +158,7 @@ def read_manifest(directory: str | os.PathLike) -> dict[str, Any]:
     foreign = {path.name for path in directory.glob("*.safetensors")} - set(manifest["files"])
     problems += [f"{name} does not belong to it" for name in sorted(foreign)]
     if problems:
-        raise CheckpointError(f"{directory}: the checkpoint is damaged: {'; '.join(problems)}")
+        raise CheckpointDamagedError(f"{directory}: the checkpoint is damaged: {'; '.join(problems)}")
     return manifest
 
 
@@ -150,7 +168,7 @@ def check_coverage(manifest: dict[str, Any]) -> None:
     for name, entry in manifest["tensors"].items():
         boxes = [(chunk["offsets"], chunk["shape"]) for chunk in entry["chunks"]]
         if sum(math.prod(shape) for _, shape in boxes) != math.prod(entry["shape"]) or _overlap(boxes):
-            problems.append(f"{name} of shape {entry['shape']} is not covered exactly once by {boxes}")
+            problems.append(f"{name} of shape {entry['shape']} is not covered exactly once by {boxes!r:.2000}")
     if problems:
         raise CheckpointError("; ".join(problems))
 

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
+from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest
 from megatron.core.dist_checkpointing.sharded_tensor import DTYPES, ShardedTensor
 from megatron.core.process_groups import Group
 
+MAX_ASSET_BYTES = 2**31
 _LISTED = 40
 """Problems spelled out in one message."""
 
@@ -143,7 +145,7 @@ class CheckpointReader:
             self._read_chunk(tensor.name, chunk, dtype, (offsets, lengths), target)
             filled += math.prod(lengths)
         if filled != tensor.local.numel():
-            raise CheckpointError(f"{self.directory}: {tensor.name} is stored only in part")
+            raise CheckpointDamagedError(f"{self.directory}: {tensor.name} is stored only in part")
 
     def _read_chunk(self, name: str, chunk: dict, dtype: torch.dtype, box: Box, target: Tensor) -> None:
         """Copy the rectangle ``box`` (global coordinates) of ``chunk`` to ``target``, some rows at a time."""
@@ -175,7 +177,7 @@ class CheckpointReader:
             at = (block - first_block) * BLOCK_BYTES
             if zlib.crc32(view[at : at + BLOCK_BYTES]) != chunk["crc32"][block]:
                 path = self.directory / chunk["file"]
-                raise CheckpointError(f"{path}: {name} is damaged (its checksum does not match)")
+                raise CheckpointDamagedError(f"{path}: {name} is damaged (its checksum does not match)")
         begin -= first_block * BLOCK_BYTES
         values = torch.frombuffer(data, dtype=dtype, offset=begin, count=count * math.prod(row_shape))
         return values.view(count, *row_shape)
@@ -188,31 +190,33 @@ class CheckpointReader:
         header = bytearray(entry["header_bytes"])
         self._read_at(file, 0, memoryview(header))
         if zlib.crc32(header) != entry["header_crc32"]:
-            raise CheckpointError(f"{self.directory / file}: its header is damaged or of another checkpoint")
+            raise CheckpointDamagedError(f"{self.directory / file}: its header is damaged or of another checkpoint")
         self._checked_headers.add(file)
 
     def _read_at(self, file: str, position: int, view: memoryview) -> None:
         try:
             descriptor = os.open(self.directory / file, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError as error:
-            raise CheckpointError(f"{self.directory / file}: cannot be opened ({error.strerror})") from error
+            raise CheckpointDamagedError(f"{self.directory / file}: cannot be opened ({error.strerror})") from error
         with open(descriptor, "rb", buffering=0) as stream:
             stream.seek(position)
             done = 0
             while done < len(view):
                 count = stream.readinto(view[done:])
                 if not count:
-                    raise CheckpointError(f"{self.directory / file}: ends early")
+                    raise CheckpointDamagedError(f"{self.directory / file}: ends early")
                 done += count
 
     def verify_assets(self) -> list[str]:
         """Damaged or missing copied files."""
         problems = []
         for name, entry in self.manifest["assets"].items():
-            path = self.directory / name
-            intact = path.is_file() and not path.is_symlink() and path.stat().st_size == entry["bytes"]
-            if not intact or zlib.crc32(path.read_bytes()) != entry["crc32"]:
-                problems.append(f"{path} is damaged or missing")
+            try:
+                intact = zlib.crc32(read_regular_file(self.directory / name, MAX_ASSET_BYTES)) == entry["crc32"]
+            except (OSError, CheckpointError):
+                intact = False
+            if not intact:
+                problems.append(f"{self.directory / name} is damaged or missing")
         return problems
 
     def verify(self) -> None:
@@ -224,7 +228,7 @@ class CheckpointReader:
             except CheckpointError as error:
                 problems.append(str(error))
         if problems:
-            raise CheckpointError("; ".join(dict.fromkeys(problems)))
+            raise CheckpointDamagedError("; ".join(dict.fromkeys(problems)))
 
 
 def _intersection(a: Box, b: Box) -> tuple[list[int], list[int]] | None:

@@ -21,6 +21,13 @@ class CheckpointConfig:
     save_retain_interval: int | None = None
     """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""
 
+    start_over: bool = False
+    """Start in a --save directory that holds checkpoints from which this run does not continue: its first save moves
+    them to the folder set-aside-001 there. Without this flag such a start is refused."""
+
+    max_failed_saves: int = 3
+    """Stop, with exit code 75, after this many saves in a row that failed."""
+
     load: str | None = None
     """Directory to resume from; training starts from scratch if it holds no checkpoint, unless
     --exit-on-missing-checkpoint is given."""
@@ -63,7 +70,7 @@ class CheckpointConfig:
     """Stop instead of starting from scratch when --load holds no checkpoint."""
 
     ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
-    """On-disk format that is written. torch_dist: any layout loads it."""
+    """Accepted for existing scripts: what is written is always sharded safetensors, which any layout loads."""
 
     auto_detect_ckpt_format: bool = False
     """Find out the format of what is loaded. Here that always happens."""

@@ -1,16 +1,19 @@
 """No death while writing, damage, bad tracker, full disk or second job costs the last good checkpoint."""
 
 import errno
+import json
 import logging
 import os
 import random
 import select
+import shutil
 import signal
 
 import pytest
 
-from megatron.core.dist_checkpointing import CheckpointError, writer
-from megatron.training.checkpoint_files import SaveLock, find_checkpoint, read_tracker
+from megatron.core.dist_checkpointing import CheckpointDamagedError, CheckpointError, writer
+from megatron.training.checkpoint_files import find_checkpoint, read_tracker
+from megatron.training.checkpoint_lock import SaveLock
 from megatron.training.train_state import TrainState
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 
@@ -142,14 +145,36 @@ def test_a_second_job_is_kept_from_the_same_folder(tmp_path):
     SaveLock(tmp_path).release()  # the holder is dead, its lock does not matter
 
 
+def test_what_is_not_a_lock_of_ours_is_left_alone(tmp_path):
+    """A link planted as .lock must not have a job cut or write the file that it points to."""
+    victim, save = tmp_path / "victim", tmp_path / "save"
+    victim.write_text("precious")
+    lock = save / ".lock"
+    save.mkdir()
+    for make in (
+        lambda: lock.symlink_to(victim), lambda: os.link(victim, lock), lambda: os.mkfifo(lock), lock.mkdir,
+        lambda: lock.write_text("notes"), lambda: lock.symlink_to(tmp_path / "new"),
+    ):  # fmt: skip
+        make()
+        with pytest.raises(CheckpointError, match="choose another"):
+            SaveLock(save)
+        assert victim.read_text() == "precious" and not (tmp_path / "new").exists()
+        assert not lock.is_file() or lock.is_symlink() or lock.read_text() in ("notes", "precious")
+        lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
+    SaveLock(save).release()
+    lock.write_text('{"host": "' + "x" * 300)
+    SaveLock(save).release()
+    assert json.loads(lock.read_text()[:200])["pid"] == os.getpid()
+
+
 # ---- trackers
 
 
-BAD_TRACKERS = [b"", b"\n", b"abc", b"-5", b"\xff\xfe", b"7", b"99999999999999999999", b"1.5", None]
+BAD_TRACKERS = [b"", b"\n", b"abc", b"-5", b"\xff\xfe", b"7", b"99999999999999999999", b"1.5", b"2" * 5000, None]
 
 
 @pytest.mark.parametrize("content", BAD_TRACKERS)
-def test_a_bad_tracker_falls_back_to_the_newest_complete_checkpoint(two, content, caplog):
+def test_a_bad_tracker_falls_back_to_the_newest_checkpoint(two, content, caplog):
     logging.getLogger("megatron").propagate = True
     (two / TRACKER).unlink()
     if content is not None:
@@ -157,11 +182,45 @@ def test_a_bad_tracker_falls_back_to_the_newest_complete_checkpoint(two, content
     with caplog.at_level(logging.WARNING, "megatron"):
         assert find_checkpoint(two).iteration == 2
     assert TRACKER in caplog.text or "iter_0000007" in caplog.text
-    (two / "iter_0000002" / "metadata.json").unlink()
-    assert find_checkpoint(two).iteration == 1
-    (two / "iter_0000001" / "metadata.json").unlink()
-    with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        find_checkpoint(two)
+    for iteration in (1, 2):
+        shutil.rmtree(two / f"iter_000000{iteration}")
+    if content is None:
+        assert find_checkpoint(two) is None
+    else:
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            find_checkpoint(two)
+
+
+def test_a_tracker_that_is_no_small_file_is_not_read(two, tmp_path_factory, caplog):
+    """A pipe would hang every start, a device or a huge file fill the memory."""
+    tracker, elsewhere = two / TRACKER, tmp_path_factory.mktemp("elsewhere")
+    tracker.rename(elsewhere / "tracker")
+    for make in (
+        lambda: os.mkfifo(tracker), lambda: tracker.symlink_to("/dev/zero"), tracker.mkdir,
+        lambda: tracker.symlink_to(tracker), lambda: os.truncate(tracker, 2**40) if tracker.touch() is None else None,
+    ):  # fmt: skip
+        make()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "megatron"):
+            assert find_checkpoint(two).iteration == 2
+        assert len(caplog.records) == 1 and str(tracker) in caplog.text
+        tracker.rmdir() if tracker.is_dir() and not tracker.is_symlink() else tracker.unlink()
+    tracker.symlink_to(elsewhere / "tracker")
+    assert read_tracker(two) == 2, "a link to a tracker is one"
+
+
+def test_a_tracker_that_was_set_back_is_believed_with_a_warning(two, caplog):
+    (two / TRACKER).write_text("1")
+    with caplog.at_level(logging.WARNING, "megatron"):
+        run = Run(settings(two))
+        assert run.load().iteration == 1
+    assert "newest complete checkpoint there is of iteration 2" in caplog.text and "--ckpt-step 2" in caplog.text
+    newer = (two / "iter_0000002" / "metadata.json").read_bytes()
+    assert run.train(1).save()
+    assert (two / "set-aside-001" / "iter_0000002" / "metadata.json").read_bytes() == newer
+    assert Run(settings(two)).load().iteration == 2
+    run.train(1).save()
+    assert not (two / "set-aside-002").exists(), "a run's own checkpoints stay"
 
 
 def test_line_ends_in_a_tracker_do_not_matter(two):
@@ -169,14 +228,47 @@ def test_line_ends_in_a_tracker_do_not_matter(two):
     assert find_checkpoint(two).iteration == read_tracker(two) == 1
 
 
-def test_damage_is_refused_and_an_earlier_checkpoint_named(two):
-    path = two / "iter_0000002" / "optimizer_00000.safetensors"
+def flip(path, position):
     data = bytearray(path.read_bytes())
-    data[-3] ^= 4
+    data[position] ^= 4
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match="optimizer_00000.safetensors: optimizer.*is damaged.*--ckpt-step 1"):
+
+
+DAMAGE = {
+    "bytes of a shard": (lambda d: flip(d / "optimizer_00000.safetensors", -3), "optimizer_0.*: optimizer.*is damaged"),
+    "header of a shard": (lambda d: flip(d / "model_00000.safetensors", 20), "model_00000.*header is damaged"),
+    "manifest": (lambda d: flip(d / "metadata.json", 300), "metadata.json: damaged"),
+    "no manifest": (lambda d: (d / "metadata.json").unlink(), "metadata.json is missing"),
+    "no shard": (lambda d: (d / "rng_00000.safetensors").unlink(), "rng_00000.safetensors is missing"),
+    "shard cut": (lambda d: os.truncate(d / "rng_00000.safetensors", 100), "rng_00000.safetensors has 100 bytes"),
+}
+
+
+@pytest.mark.parametrize("damage, words", DAMAGE.values(), ids=DAMAGE.keys())
+def test_any_damage_to_the_newest_is_refused_and_kept(two, damage, words):
+    """One rule for all of it; who then takes an earlier one overwrites no evidence."""
+    damage(two / "iter_0000002")
+    evidence = {path.name: path.read_bytes() for path in (two / "iter_0000002").iterdir() if path.is_file()}
+    with pytest.raises(CheckpointDamagedError, match=f"{words}.*--ckpt-step 1"):
         Run(settings(two)).load()
-    assert Run(settings(two, ckpt_step=1)).load().iteration == 1
+    run = Run(settings(two, ckpt_step=1))
+    assert run.load().iteration == 1 and run.train(1).save()
+    kept = two / "set-aside-001" / "iter_0000002"
+    assert {path.name: path.read_bytes() for path in kept.iterdir() if path.is_file()} == evidence
+    assert Run(settings(two)).load().iteration == 2
+
+
+def test_the_earlier_checkpoint_that_is_named_is_complete(tmp_path):
+    run = Run(settings(tmp_path))
+    for _ in range(3):
+        run.train(1).save()
+    flip(tmp_path / "iter_0000003" / "model_00000.safetensors", -3)
+    (tmp_path / "iter_0000002" / "model_00000.safetensors").unlink()
+    with pytest.raises(CheckpointDamagedError, match="--ckpt-step 1 "):
+        Run(settings(tmp_path)).load()
+    with pytest.raises(CheckpointError, match="another architecture") as caught:
+        Run(settings(tmp_path, ckpt_step=1, num_layers=3)).load()
+    assert "--ckpt-step" not in str(caught.value), "an earlier one does not fit either"
 
 
 def test_a_renamed_checkpoint_is_refused(two):

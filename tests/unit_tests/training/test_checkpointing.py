@@ -1,5 +1,6 @@
 """Runs are restored exactly, on any number of ranks; what flags leave out, refuse or take from the checkpoint."""
 
+import dataclasses
 import logging
 import random
 from pathlib import Path
@@ -10,8 +11,12 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader
-from megatron.training.checkpoint_files import SaveLock, saved_iterations
+from megatron.core.dist_checkpointing.manifest import FORMAT
+from megatron.training import checkpoint_args
+from megatron.training.checkpoint_files import saved_iterations
+from megatron.training.checkpoint_lock import SaveLock
 from megatron.training.checkpointing import apply_checkpoint_args, load_checkpoint_args
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 
@@ -60,7 +65,8 @@ def test_the_folder_looks_as_scripts_expect(tmp_path, caplog):
     logger.propagate = before
     assert (tmp_path / TRACKER).read_text() == "1"
     assert {p.name for p in tmp_path.iterdir()} == {TRACKER, ".lock", "iter_0000001"}
-    assert f"saving checkpoint at iteration       1 to {tmp_path} in torch_dist format" in caplog.messages
+    assert f"saving checkpoint at iteration       1 to {tmp_path} in {FORMAT} format" in caplog.messages
+    assert "safetensors" in FORMAT
     assert f"  successfully saved checkpoint from iteration       1 to {tmp_path} [ t 1/1, p 1/1 ]" in caplog.messages
     assert f"  successfully loaded checkpoint from {tmp_path} [ t 1/1, p 1/1 ] at iteration 1" in caplog.messages
 
@@ -210,3 +216,40 @@ def test_a_save_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"--save .*file/run: cannot be written \(Not a directory\)"):
         SaveLock(tmp_path / "file" / "run")
+
+
+def test_what_changes_the_data_or_the_numbers_is_warned_of_last(two, caplog):
+    changes = {"seed": 5, "seq_length": 8, "clip_grad": 0.5, "num_workers": 7}
+    with caplog.at_level(logging.INFO, "megatron"):
+        Run(settings(two, **changes)).load()
+    block = caplog.messages[-1]
+    for line in ("data: seed was 1234, is 5", "data: seq_length was 4, is 8", "numbers: clip_grad was 1.0, is 0.5"):
+        assert f"\n  {line}\n" in block
+    assert "num_workers" not in block and "****" in block and caplog.records[-1].levelno == logging.WARNING
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "megatron"):
+        Run(settings(two, num_workers=7)).load()
+        Run(settings(two, finetune=True, seed=5)).load()
+    assert not caplog.records
+
+
+def test_another_version_of_torch_is_warned_of(two, caplog, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    with caplog.at_level(logging.WARNING, "megatron"):
+        Run(settings(two)).load()
+    assert "software: torch was " in caplog.messages[-1] and "is 9.9.9" in caplog.messages[-1]
+
+
+def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
+    Run(settings(tmp_path, seed=42, explicit=frozenset({"seed", "lr"}))).train(1).save()
+    with pytest.raises(CheckpointError, match="--seed 42 is not given any more and would become 1234"):
+        Run(settings(tmp_path, explicit=frozenset({"lr"}))).load()
+    Run(settings(tmp_path, explicit=frozenset({"lr"}), finetune=True)).load()
+    Run(settings(tmp_path, seed=42)).load()
+    assert Run(settings(tmp_path, seed=7, explicit=frozenset({"seed"}))).load().iteration == 1, "given: it is meant"
+
+
+def test_what_is_compared_with_a_checkpoint_exists():
+    known = {field.name for field in dataclasses.fields(PretrainConfig)}
+    assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= known
+    assert set(checkpoint_args.TAKEN) <= known

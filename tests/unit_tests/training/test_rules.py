@@ -1,9 +1,13 @@
 """Every contradiction is named with its flag, its value, the reason and a way out; consistent settings pass."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from megatron.training import rules_data, rules_layout, rules_model, rules_training
+from megatron.core.cli import flags_of
+from megatron.training import rules_checkpoints, rules_data, rules_layout, rules_model, rules_training
 from megatron.training.arguments import parse_args
+from megatron.training.config.pretrain_config import GROUPS
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
 from megatron.training.rules_data import parse_split
@@ -111,6 +115,9 @@ def test_consistent_settings_pass(text):
         ("--save-interval 5", "--save-interval 5: needs --save DIRECTORY"),
         ("--save x --save-interval 5 --save-retain-interval 12", "--save-retain-interval 12: is not a multiple"),
         ("--ckpt-step 5", "--ckpt-step 5: needs --load DIRECTORY"),
+        ("--save x --max-failed-saves 0", "--max-failed-saves 0: must be at least 1"),
+        ("--start-over", "--start-over: needs --save DIRECTORY"),
+        ("--save x --load x --start-over", "--start-over: contradicts --load x, which continues from there"),
         ("--finetune", "--finetune: needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY"),
         ("--multiple-validation-sets", "--multiple-validation-sets: needs --full-validation"),
         ("--validation-set-names a", "--validation-set-names a: counts only with --multiple-validation-sets"),
@@ -246,3 +253,21 @@ def test_lowered_batches_need_not_divide():
 def test_rules_have_names_and_run_once():
     rules = [*rules_model.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_data.RULES]
     assert len({rule.__name__ for rule in rules}) == len(rules) > 40
+
+
+def test_an_empty_path_is_refused():
+    """What `--save "$OUT"` is where OUT is not set."""
+    paths = {spec.field: spec for spec in flags_of(*GROUPS) if spec.field in rules_checkpoints.PATHS}
+    assert paths.keys() == set(rules_checkpoints.PATHS)
+    for field, spec in paths.items():
+        for value in ("", "  "):
+            given = ["a", value] if spec.nargs else value
+            cfg = SimpleNamespace(**{**dict.fromkeys(rules_checkpoints.PATHS), field: given})
+            [found] = rules_checkpoints.paths_are_not_empty(cfg)
+            assert found.flag == spec.names[0] and "is a variable unset?" in str(found)
+
+
+def test_every_flag_that_names_a_place_is_checked_for_emptiness():
+    suffixes = ("_path", "_dir", "_file", "_cfg", "_checkpoint", "_config_path")
+    text = {spec.field for spec in flags_of(*GROUPS) if spec.type_name == "str" and not spec.choices}
+    assert {name for name in text if name.endswith(suffixes)} <= set(rules_checkpoints.PATHS)

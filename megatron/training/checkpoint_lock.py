@@ -1,0 +1,71 @@
+"""One job at a time writes to a --save folder."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+LOCK = ".lock"
+RECORD_BYTES = 200
+"""Records have one length, so that a shorter one covers a longer one without the file being truncated."""
+RECORD_START = b'{"host"'
+
+
+class SaveLock:
+    """Keeps a second job from writing to the same --save.
+
+    A POSIX record lock on ``<folder>/.lock``: the system drops it when its process ends, however it ends, so that a
+    dead job's lock never needs cleaning. The file's text says who holds it.
+    """
+
+    def __init__(self, folder: str | os.PathLike) -> None:
+        self.path = Path(folder) / LOCK
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            # O_NOFOLLOW: a link planted here would have this job write into whatever file it points to
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            self._descriptor: int | None = os.open(self.path, flags, 0o644)
+        except OSError as error:
+            if self.path.is_symlink():
+                raise CheckpointError(f"{self.path}: is a symbolic link; remove it, or choose another --save") from None
+            raise CheckpointError(f"--save {folder}: cannot be written ({error.strerror}); choose another") from None
+        try:
+            self._take(self._descriptor, folder)
+        except BaseException:
+            self.release()
+            raise
+
+    def _take(self, descriptor: int, folder: str | os.PathLike) -> None:
+        status = os.fstat(descriptor)
+        text = os.pread(descriptor, RECORD_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
+        # a hard link to a file of someone else's passes O_NOFOLLOW: nothing is written into what is not a lock of ours
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or (text and not text.startswith(RECORD_START)):
+            raise CheckpointError(f"{self.path}: is not a lock file of training; remove it, or choose another --save")
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = text.decode("utf-8", errors="replace").strip()
+            raise CheckpointError(
+                f"--save {folder}: another job writes there ({holder}); wait for it, stop it, or choose another folder"
+            ) from None
+        except OSError as error:  # a file system without locks: better no protection than no training
+            logger.warning("--save %s: cannot be locked (%s): let no other job use it", folder, error.strerror)
+        record = json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode()
+        with suppress(OSError):  # a full disk keeps the lock and loses the name of its holder
+            os.pwrite(descriptor, record[: RECORD_BYTES - 1].ljust(RECORD_BYTES - 1) + b"\n", 0)
+
+    def release(self) -> None:
+        """Lets the next job in."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
