@@ -33,7 +33,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core import parallel_state
+from megatron.core import collective_names, parallel_state
 from megatron.core.context_parallel import zigzag
 from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.transformer.dot_product_attention import make_core_attention
@@ -119,10 +119,10 @@ def local_copies() -> Iterator[None]:
         result.copy_(x)
         return SimpleNamespace(wait=lambda: None)
 
-    with mock.patch.multiple(
-        dist, batch_isend_irecv=exchange, all_gather_into_tensor=gather, reduce_scatter_tensor=reduce_scatter,
-        all_to_all_single=all_to_all,
-    ):  # fmt: skip
+    with (
+        mock.patch.multiple(dist, batch_isend_irecv=exchange, all_to_all_single=all_to_all),
+        mock.patch.multiple(collective_names, all_gather=gather, reduce_scatter=reduce_scatter),
+    ):
         yield
 
 

@@ -140,11 +140,25 @@ def core_transformer_config_from_args(
     return config_class(**{name: getattr(args, name) for name in names})
 
 
-def format_arguments(cfg: PretrainConfig) -> str:
-    """All settings, sorted by name, with dots up to column 48."""
+def log_arguments(cfg: PretrainConfig) -> None:
+    """Logs what is special about this run; every setting at level DEBUG."""
+    everything = logger.isEnabledFor(logging.DEBUG)
+    logger.info("%s", format_arguments(cfg, everything))
+    if not everything:
+        logger.info("all other settings have their defaults (docs/flags.md; --logging-level 10 lists them here)")
+
+
+def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:
+    """Settings sorted by name, with dots up to column 48: all, or those that were given or are not the default."""
     values = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
-    values.update(values.pop("extra"))
     values["explicit"] = " ".join(sorted(values["explicit"])) or None
+    if not everything:
+        defaults = PretrainConfig()
+        shown = {*cfg.explicit, "extra", "world_size", "data_parallel_size"}
+        internal = {"explicit", "needs_data", "resolved"}
+        changed = {name for name, value in values.items() if value != getattr(defaults, name)}
+        values = {name: value for name, value in values.items() if name in (changed - internal) | shown}
+    values.update(values.pop("extra"))
     values["params_dtype"] = "float16" if cfg.fp16 else "bfloat16" if cfg.bf16 else "float32"
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     title, end = f"{'-' * 24} arguments {'-' * 24}", f"{'-' * 20} end of arguments {'-' * 21}"

@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import get_optimizer_param_scheduler
 from megatron.core.process_groups import ProcessGroups
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.arguments import format_arguments, validate_args
+from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint_history import check_save_folder
 from megatron.training.checkpointing import Checkpointer, apply_checkpoint_args
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -97,7 +97,7 @@ def _refuse(error: UserError) -> int:
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int:
     groups = initialize_megatron(cfg, watchdog.store)
     from_first_rank(lambda: check_save_folder(cfg), groups.world)
-    logger.info("%s", format_arguments(cfg))
+    log_arguments(cfg)
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     with ExitConditions(cfg) as exits:
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)

@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from megatron.training.exit_conditions import (
 from megatron.training.finite_check import FiniteCheck, named_by_origin
 from megatron.training.hooks.base import Hook
 from megatron.training.initialize import training_device
-from megatron.training.metrics import StepMetrics, check_finite
+from megatron.training.metrics import EvalResult, StepMetrics, check_finite
 from megatron.training.reduction import LossSums
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
@@ -73,6 +73,8 @@ class Trainer:
         self.first_iteration = parts.state.iteration + 1
         self.loss_names: list[str] | None = None
         """As the last pipeline stage logs them; known after the first iteration."""
+        self.last_validation: tuple[int, list[EvalResult]] | None = None
+        """The iteration of the last evaluation of the validation sets, and its results."""
 
     def train(self) -> ExitReason:
         """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
@@ -204,12 +206,25 @@ class Trainer:
         if not sets:
             return
         self.read_checks()
-        if self.cfg.manual_gc and self.cfg.manual_gc_eval:
-            gc.collect()
-        results = self.evaluator.evaluate(sets, name, final)
+        results = self._known_results(name, final)
+        if results is None:
+            if self.cfg.manual_gc and self.cfg.manual_gc_eval:
+                gc.collect()
+            results = self.evaluator.evaluate(sets, name, final)
+        if name == "validation":
+            self.last_validation = self.state.iteration, results
         for hook in self.parts.hooks:
             hook.on_evaluate(self.state, results)
         self.lap()
+
+    def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
+        """Those of --eval-interval at the last iteration serve as the final ones: same weights, same samples."""
+        if not final or name != "validation" or self.last_validation is None:
+            return None
+        iteration, results = self.last_validation
+        if iteration != self.state.iteration or self.cfg.dataloader_type == "external":  # whose iterators have moved on
+            return None
+        return [replace(result, final=True) for result in results]
 
     def save(self) -> None:
         """Writes a checkpoint of this moment, if --save says where."""

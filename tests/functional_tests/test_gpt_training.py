@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.training.evaluate import Evaluator
 from tests.test_utils.gpt_runs import VOCAB_SIZE, losses, read_records, train, train_with_errors, write_dataset
 
 
@@ -66,10 +68,34 @@ def test_ranks_and_micro_batches_change_no_loss(gloo_pool, dataset, tmp_path):
 
 
 def test_evaluations_of_the_same_weights_agree_exactly(gloo_pool, dataset, tmp_path):
-    flags = data_flags(dataset, tmp_path / "run") + ["--eval-interval", "8"]
+    flags = data_flags(dataset, tmp_path / "run")
     gloo_pool.run(train, 2, flags)
+    gloo_pool.run(train, 2, [*flags, "--load", str(tmp_path / "run"), "--skip-train"])
     records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid"]
     assert len(records) == 2 and records[0]["lm loss"] == records[1]["lm loss"]
+
+
+def train_counting_evaluations(rank, world_size, argv):
+    """Like ``train``; the sets that were evaluated."""
+    evaluated = []
+    evaluate = Evaluator.evaluate
+
+    def count(self, sets, name, final=False):
+        evaluated.append(name)
+        return evaluate(self, sets, name, final)
+
+    with mock.patch.object(Evaluator, "evaluate", count):
+        assert train(rank, world_size, argv) == 0
+    return evaluated
+
+
+@pytest.mark.parametrize("interval, expected", [("4", ["validation"] * 2), ("3", ["validation"] * 3)])
+def test_the_last_evaluation_is_done_once_and_reported_as_final_too(gloo_pool, dataset, tmp_path, interval, expected):
+    flags = data_flags(dataset, tmp_path / "run") + ["--eval-interval", interval]
+    assert gloo_pool.run(train_counting_evaluations, 1, flags) == [[*expected, "test"]]
+    records = [record for record in read_records(tmp_path / "run" / "metrics.jsonl") if record["kind"] == "valid"]
+    assert [record.get("final", False) for record in records] == [False, False, True]
+    assert records[1]["lm loss"] == records[2]["lm loss"] or interval == "3"
 
 
 def test_skipped_iterations_consume_data_and_leave_weights(gloo_pool, dataset, tmp_path):

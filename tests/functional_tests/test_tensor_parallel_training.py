@@ -1,5 +1,7 @@
 """Whole runs with tensor parallelism: the losses, gradient norms and checkpoints of one rank."""
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,25 @@ def test_a_whole_run_has_the_losses_of_one_rank(gloo_pool, dataset, one_rank, tm
         mine, reference = ([record[key] for record in each if key in record] for each in records)
         assert len(mine) == len(reference) > 4
         np.testing.assert_allclose(mine, reference, rtol=2e-4, err_msg=key)
+
+
+def _train_without_warnings(rank, world_size, argv):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        return train(rank, world_size, argv)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer"],
+        ["--context-parallel-size", "2", "--cp-comm-type", "allgather", "--attention-dropout", "0"],
+    ],
+    ids=["tensor", "context"],
+)
+def test_no_name_is_used_that_torch_warns_of(gloo_pool, flags):
+    argv = ["--mock-data", "--train-iters", "3", "--eval-iters", "0", *flags]
+    assert gloo_pool.run(_train_without_warnings, 2, argv) == [0, 0]
 
 
 def test_a_checkpoint_of_one_layout_continues_on_another(gloo_pool, dataset, one_rank, tmp_path):

@@ -16,6 +16,7 @@ LAYERS = {
     "megatron.data": 0,
     "megatron.core.errors": -1,  # below megatron.data too
     "megatron.core.cli": 0,
+    "megatron.core.collective_names": 0,
     "megatron.core.notices": 0,
     "megatron.core.utils": 5,  # names for scripts; nothing below needs them
     "megatron.core.rerun_state_machine": 1,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core import collective_names
 from megatron.core.context_parallel import zigzag
 from megatron.core.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.context_parallel.exchange import gather_heads, neighbour_exchange, scatter_heads
@@ -110,7 +110,7 @@ def _gather_whole(own: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return own
     parts = own.new_empty((group.size * own.shape[0], *own.shape[1:]))
-    dist.all_gather_into_tensor(parts, own, group=group.handle)
+    collective_names.all_gather(parts, own, group=group.handle)
     return zigzag.whole(parts.chunk(group.size), dim=1)
 
 
@@ -120,7 +120,7 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
         return total
     parts = torch.cat([zigzag.local_part(total, rank, group.size) for rank in range(group.size)])
     result = parts.new_empty((total.shape[0], *parts.shape[1:]))
-    dist.reduce_scatter_tensor(result, parts, group=group.handle)
+    collective_names.reduce_scatter(result, parts, group=group.handle)
     return result
 
 

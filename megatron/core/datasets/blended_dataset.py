@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_config import MANY_SOURCES, BlendedMegatronDatasetConfig
 from megatron.core.errors import UserError
 from megatron.data import helpers
 from megatron.data.blend import check_weights, normalize
@@ -78,14 +78,21 @@ class BlendedDataset:
                     f"the {self.split.name} blend takes {count} samples of {dataset.dataset_path}, which provides "
                     f"{len(dataset)}: raise --mid-level-dataset-surplus (now {self.config.mid_level_dataset_surplus})"
                 )
-        total = sum(self.weights)
-        for dataset, weight, count in zip(self.datasets, self.weights, taken.tolist()):
-            logger.info(
+        self._log_shares(taken.tolist())
+
+    def _log_shares(self, taken: list[int]) -> None:
+        """What each source gives: a line for each, or one for all where they are many."""
+        total, name, many = sum(self.weights), self.split.name, len(self.datasets) > MANY_SOURCES
+        epochs = [dataset.num_epochs * count / len(dataset) for dataset, count in zip(self.datasets, taken)]
+        for dataset, weight, count, passes in zip(self.datasets, self.weights, taken, epochs):
+            logger.log(
+                logging.DEBUG if many else logging.INFO,
                 "%s blend: %s gives %d of %d samples (weight %.6f), %.2f epochs",
-                self.split.name,
-                dataset.dataset_path,
-                count,
-                len(self),
-                weight / total,
-                dataset.num_epochs * count / len(dataset),
-            )
+                name, dataset.dataset_path, count, len(self), weight / total, passes,
+            )  # fmt: skip
+        if many:
+            most, path = max((passes, str(dataset.dataset_path)) for passes, dataset in zip(epochs, self.datasets))
+            logger.info(
+                "%s blend: %d sources give %d samples, %.2f to %.2f epochs of each (most of %s; --logging-level 10"
+                " lists all)", name, len(epochs), len(self), min(epochs), most, path,
+            )  # fmt: skip

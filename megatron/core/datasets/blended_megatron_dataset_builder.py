@@ -135,17 +135,23 @@ class BlendedMegatronDatasetBuilder:
     ) -> list[Any]:
         """One data set per prefix, several at a time; sources without a sample are left out if ``skip_empty``."""
 
+        left_out: list[EmptySplitError] = []
+
         def build(prefix: str, size: int | None) -> Any:
             try:
                 return self._build_source(prefix, split, bounds, size)
             except EmptySplitError as error:
                 if not skip_empty:
                     raise
-                logger.warning("left out of the %s blend: %s", split.name, error)
+                left_out.append(error)
                 return None
 
         with ThreadPoolExecutor(max_workers=max(1, self.config.num_dataset_builder_threads)) as threads:
-            return [dataset for dataset in threads.map(build, prefixes, sizes) if dataset is not None]
+            datasets = [dataset for dataset in threads.map(build, prefixes, sizes) if dataset is not None]
+        if left_out:
+            number = f"{len(left_out)} of {len(prefixes)} sources" if len(left_out) > 1 else "one source"
+            logger.warning("%s left out of the %s blend: %s", number, split.name, left_out[0])
+        return datasets
 
     def _build_source(self, prefix: str | None, split: Split, bounds: tuple[float, float], size: int | None) -> Any:
         source = self._open(prefix)

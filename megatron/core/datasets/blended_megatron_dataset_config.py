@@ -17,6 +17,9 @@ from megatron.data.blend import (
 
 logger = logging.getLogger(__name__)
 
+MANY_SOURCES = 16
+"""With more sources the log sums them up; level DEBUG has a line for each."""
+
 
 @dataclass(kw_only=True)
 class BlendedMegatronDatasetConfig:
@@ -98,6 +101,11 @@ class BlendedMegatronDatasetConfig:
                 logger.warning("no --split given: using '%s' (train, valid, test)", DEFAULT_SPLIT)
         assert self.split is not None
         self.split_matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(self.split))
+
+    def log_level_of_sources(self, split: Split) -> int:
+        """Of lines about one source each: thousands of sources would bury everything else in the log."""
+        blend = self.blend if self.blend_per_split is None else self.blend_per_split[split.value]
+        return logging.DEBUG if blend is not None and len(blend[0]) > MANY_SOURCES else logging.INFO
 
     def _check_blend_per_split(self, blends: list[Blend | None]) -> None:
         if self.blend is not None:

@@ -87,7 +87,8 @@ class GPTDataset(MegatronDataset):
         self.document_index = indices.document_index
         self.sample_index = indices.sample_index
         self.shuffle_index = indices.shuffle_index
-        logger.info(
+        logger.log(
+            config.log_level_of_sources(index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
             type(self).__name__,
             index_split.name,

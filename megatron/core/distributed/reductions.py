@@ -12,14 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collective_names import reduce_scatter
 from megatron.core.process_groups import Group
 
 Finish = Callable[[], None]
 Reduction = Callable[[Tensor, Group], Finish]
-
-# torch 2.13 renames them; 2.11 has the old names only
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def shard_of(data: Tensor, group: Group) -> Tensor:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.collective_names import all_gather, reduce_scatter
 from megatron.core.fusions.sum_parts import sum_all
 from megatron.core.process_groups import Group
 
@@ -37,7 +37,7 @@ def begin_all_gather(x: Tensor, group: Group) -> UnderWay:
     if group.engines is not None and group.engines.carries(x.nbytes):
         return group.engines.all_gather(x)
     whole = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-    return _Collective(dist.all_gather_into_tensor, whole, x.contiguous(), group)
+    return _Collective(all_gather, whole, x.contiguous(), group)
 
 
 def begin_reduce_scatter(x: Tensor, group: Group) -> UnderWay:
@@ -47,4 +47,4 @@ def begin_reduce_scatter(x: Tensor, group: Group) -> UnderWay:
     if group.engines is not None and group.engines.carries(x.nbytes // group.size):
         return group.engines.exchange(x.contiguous().chunk(group.size), sum_all)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    return _Collective(dist.reduce_scatter_tensor, part, x.contiguous(), group)
+    return _Collective(reduce_scatter, part, x.contiguous(), group)

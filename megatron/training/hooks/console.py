@@ -1,14 +1,16 @@
 """The lines that people watch and scripts parse, on the standard output of the last rank.
 
 Their grammar is fixed (docs/logging.md): fields, formats and order are those of Megatron-LM, so that existing parsers
-keep working. What Megatron-LM does not print (tokens per second, MFU) has a line of its own, never a new field.
+keep working. What Megatron-LM does not print (tokens per second, MFU, the time remaining) has a line of its own,
+never a new field.
 """
 
 import logging
 import math
 import sys
-from collections.abc import Sequence
-from datetime import datetime
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
 from typing import TextIO
 
 from megatron.training.exit_conditions import every
@@ -19,6 +21,9 @@ from megatron.training.throughput import Throughput, cuda_memory_megabytes
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
+
+REMAINING_SECONDS = 30.0
+"""At most one line about the time remaining in so many seconds."""
 
 
 class StdoutHandler(logging.StreamHandler):
@@ -96,12 +101,39 @@ def perplexity(loss: float) -> float:
     return math.exp(min(20.0, loss))
 
 
+class RemainingTime:
+    """When training will be complete, by the pace since the first log point: evaluations and checkpoints count, the
+    first iteration, which compiles and allocates, does not."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.first: tuple[int, float] | None = None
+        self.said = 0.0
+
+    def line(self, iteration: int, train_iters: int, now: datetime) -> str | None:
+        """The line for this log point; None where it is too early, or too soon after the last one."""
+        seconds = self.clock()
+        if self.first is None:
+            self.first, self.said = (iteration, seconds), seconds
+            return None
+        if seconds - self.said < REMAINING_SECONDS or iteration >= train_iters:
+            return None
+        self.said = seconds
+        first_iteration, first_seconds = self.first
+        pace = (seconds - first_seconds) / (iteration - first_iteration)
+        left = timedelta(seconds=round(pace * (train_iters - iteration)))
+        return f"     time remaining: {left} | complete about: {now + left:%Y-%m-%d %H:%M}"
+
+
 class ConsoleHook(Hook):
     """Prints the iteration line at log points and the evaluation lines. Belongs on the last rank."""
 
-    def __init__(self, log_interval: int, throughput: Throughput | None = None):
+    def __init__(
+        self, log_interval: int, throughput: Throughput | None = None, clock: Callable[[], float] = time.monotonic
+    ):
         self.interval = Interval(log_interval)
         self.throughput = throughput
+        self.remaining = RemainingTime(clock)
         self.lines = stdout_logger()
         self.train_iters = 0
 
@@ -113,12 +145,15 @@ class ConsoleHook(Hook):
         summary = self.interval.add(state, metrics)
         if summary is None:
             return
+        now = datetime.now()
         if self.throughput is None:
-            self.lines.info(training_line(summary, self.train_iters, None, datetime.now()))
-            return
-        rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
-        self.lines.info(training_line(summary, self.train_iters, rate.tflops, datetime.now()))
-        self.lines.info(rate.line())
+            self.lines.info(training_line(summary, self.train_iters, None, now))
+        else:
+            rate = self.throughput.rate(summary.flops, summary.num_tokens, summary.elapsed)
+            self.lines.info(training_line(summary, self.train_iters, rate.tflops, now))
+            self.lines.info(rate.line())
+        if (line := self.remaining.line(summary.iteration, self.train_iters, now)) is not None:
+            self.lines.info(line)
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         for result in results:

@@ -99,15 +99,21 @@ def test_a_folder_that_cannot_be_made_costs_one_warning(tmp_path, caplog):
 
 
 def test_a_full_disk_costs_a_warning_and_leaves_no_partial_file(tmp_path, caplog, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(index_cache.os, "fsync", fail)
+    monkeypatch.setattr(index_cache.np.lib.format, "write_array", fail)
     result = cache_in(tmp_path).get(arrays)
     assert result["first"].tolist() == [0, 1, 2, 3]
     assert "No space left" in caplog.text
     assert not [name for name in os.listdir(tmp_path) if "partial" in name]
     monkeypatch.undo()
+    cache_in(tmp_path).get(arrays)
+    cache_in(tmp_path).get(refuse)
+
+
+def test_a_cache_that_can_be_rebuilt_is_not_synced(tmp_path, monkeypatch):
+    monkeypatch.setattr(index_cache.os, "fsync", lambda _: pytest.fail("a sync costs more than the files are worth"))
     cache_in(tmp_path).get(arrays)
     cache_in(tmp_path).get(refuse)
 

@@ -219,6 +219,13 @@ def test_arguments_are_printed_sorted_with_dots():
     assert names == sorted(names, key=str.lower) and len(names) > 300
 
 
+def test_a_run_prints_what_was_given_or_differs_from_the_defaults():
+    text = format_arguments(validate_args(parse("--norm-epsilon 1e-5 --bf16"), 1), everything=False)
+    names = [line.split()[0] for line in text.splitlines()[1:-1]]
+    assert {"hidden_size", "ffn_hidden_size", "norm_epsilon", "bf16", "params_dtype", "world_size"} <= set(names)
+    assert not {"fp16", "swiglu", "explicit", "resolved", "extra"} & set(names) and len(names) < 50
+
+
 def test_library_configuration_has_the_same_fields():
     cfg = validate_args(parse("--bf16 --group-query-attention --num-query-groups 2 --swiglu --norm-epsilon 1e-6"), 1)
     config = core_transformer_config_from_args(cfg)

@@ -169,6 +169,15 @@ def test_epochs_of_each_source_are_logged(prefixes, caplog):
     assert "30 documents" in caplog.text
 
 
+def test_many_sources_are_summed_up_in_the_log(prefixes, caplog):
+    with caplog.at_level(logging.INFO):
+        build([400, 40, 0], blend=(prefixes * 20, None), split="99,1,0")
+    train, left_out, valid = [record.getMessage() for record in caplog.records]
+    assert train.startswith("train blend: 60 sources give 400 samples") and "epochs of each" in train
+    assert left_out.startswith("40 of 60 sources left out of the valid blend: ")
+    assert valid.startswith("valid blend: 20 sources give 40 samples")
+
+
 def test_a_process_that_needs_no_data_opens_nothing():
     config = GPTDatasetConfig(random_seed=1, sequence_length=8, blend=(["nowhere"], None), split="1,0,0")
     assert BlendedMegatronDatasetBuilder(GPTDataset, [1, 1, 1], lambda: False, config).build() == [None] * 3

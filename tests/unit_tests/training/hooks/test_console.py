@@ -181,6 +181,16 @@ def test_throughput_has_its_field_and_a_line_of_its_own(simulated_run, capsys):
     assert second == "     tokens/s: 2048.0 | tokens/s/GPU: 1024.0 | MFU: 0.2%"
 
 
+def test_the_time_remaining_follows_the_pace_since_the_first_log_point(simulated_run, capsys):
+    clock = iter(range(0, 1000, 20))  # 20 s from log point to log point
+    simulated_run(train_iters=12).train([ConsoleHook(2, clock=lambda: next(clock))], 1, 12)
+    lines = capsys.readouterr().out.splitlines()
+    found = [line for line in lines if "remaining" in line]
+    assert [line.split(" | ")[0] for line in found] == ["     time remaining: 0:01:47", "     time remaining: 0:00:46"]
+    assert re.fullmatch(r" +time remaining: \S+ \| complete about: \d{4}-\d\d-\d\d \d\d:\d\d", found[0])
+    assert lines.index(found[0]) == 1 + next(index for index, line in enumerate(lines) if "iteration        4/" in line)
+
+
 def test_lines_go_to_standard_output_once_whatever_logging_is_configured(simulated_run, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("megatron"), "handlers", [StdoutHandler()])
