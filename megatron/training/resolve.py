@@ -113,6 +113,9 @@ def _batches(cfg: PretrainConfig) -> dict[str, Any]:
     values["global_batch_size"] = size
     if cfg.eval_global_batch_size is None:
         values["eval_global_batch_size"] = size
+        if size and cfg.decrease_batch_size_if_needed and (cfg.eval_micro_batch_size or cfg.micro_batch_size):
+            unit = (cfg.eval_micro_batch_size or cfg.micro_batch_size) * data_parallel_size
+            values["eval_global_batch_size"] = max(size // unit, 1) * unit
     if cfg.eval_micro_batch_size is None:
         values["eval_micro_batch_size"] = cfg.micro_batch_size
     return values

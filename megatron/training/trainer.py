@@ -109,6 +109,8 @@ class Trainer:
         else:
             metrics = self._update(size)
         metrics.learning_rate = rate
+        if self.cfg.weight_decay_incr_style != "constant":
+            metrics.weight_decay = self.parts.scheduler.get_wd()
         self._count(size, metrics)
         metrics.elapsed = self.lap()
         return metrics

@@ -26,6 +26,8 @@ def output_weight_init(config: TransformerConfig) -> Init:
 
 
 def embedding_init(config: TransformerConfig) -> Init:
-    """Of word and position embeddings."""
+    """Of word and position embeddings: as weights, unless they have a standard deviation of their own."""
     std = config.embedding_init_method_std
-    return Normal(config.init_method_std if std is None else std)
+    if std is not None and std != config.init_method_std:
+        return Normal(std)
+    return weight_init(config)

@@ -1,0 +1,76 @@
+"""What a run is asked for, under the names of the flags and with Megatron-LM's documented defaults.
+
+``--name-of-it VALUE`` is ``c.name_of_it``; switches are False unless given. Nothing here is taken from the program:
+that it reads its command line rightly is part of what is compared.
+"""
+
+from __future__ import annotations
+
+import ast
+from types import SimpleNamespace as Settings
+
+SIZES = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
+                       "vocab_size", "lr"))  # fmt: skip
+"""Required."""
+NETWORK = {
+    "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None,
+    "normalization": "LayerNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False,
+    "apply_residual_connection_post_layernorm": False, "disable_bias_linear": False, "add_qkv_bias": False,
+    "no_bias_gelu_fusion": False, "swiglu": False, "squared_relu": False, "quick_geglu": False,
+    "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "qk_layernorm": False, "qk_l2_norm": False,
+    "window_size": None, "window_attn_skip_freq": None, "untie_embeddings_and_output_weights": False,
+    "hidden_dropout": 0.1, "attention_dropout": 0.1, "seed": 1234, "init_method_std": 0.02,
+    "embedding_init_method_std": None, "init_method_xavier_uniform": False,
+}  # fmt: skip
+POSITIONS = {
+    "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0,
+    "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": 1, "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0, "rotary_scaling_factor": 1.0, "yarn_original_max_position_embeddings": None,
+    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "no_yarn_correction_range_round_to_int": False, "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}  # fmt: skip
+OPTIMIZER = {
+    "optimizer": "adam", "weight_decay": 0.01, "start_weight_decay": None, "end_weight_decay": None,
+    "weight_decay_incr_style": "constant", "apply_wd_to_qk_layernorm": False, "clip_grad": 1.0, "adam_beta1": 0.9,
+    "adam_beta2": 0.999, "adam_eps": 1e-8, "sgd_momentum": 0.9, "decoupled_lr": None, "decoupled_min_lr": None,
+    "fp16": False, "bf16": False, "loss_scale": None, "initial_loss_scale": 2.0**32, "min_loss_scale": 1.0,
+    "loss_scale_window": 1000, "hysteresis": 2,
+}  # fmt: skip
+SCHEDULE = {
+    "micro_batch_size": 1, "global_batch_size": None, "rampup_batch_size": None, "step_batch_size_schedule": None,
+    "decrease_batch_size_if_needed": False, "train_iters": None, "train_samples": None, "iterations_to_skip": 0,
+    "min_lr": 0.0, "lr_decay_style": "linear", "lr_decay_iters": None, "lr_decay_samples": None, "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0, "lr_warmup_fraction": None, "lr_warmup_init": 0.0, "lr_wsd_decay_style": "exponential",
+    "lr_wsd_decay_iters": None, "lr_wsd_decay_samples": None,
+}  # fmt: skip
+DATA = {
+    "data_path": None, "train_data_path": None, "valid_data_path": None, "test_data_path": None, "split": (969, 30,
+    1), "dataloader_type": "single", "mid_level_dataset_surplus": 0.005, "reset_position_ids": False,
+    "reset_attention_mask": False, "eod_mask_loss": False, "null_tokenizer_eod_id": None, "null_tokenizer_pad_id": -1,
+    "allow_ambiguous_pad_tokens": False, "eval_iters": 100, "eval_interval": None, "start_eval_at_iter": 0,
+    "eval_global_batch_size": None, "full_validation": False, "multiple_validation_sets": False,
+    "validation_set_names": None,
+}  # fmt: skip
+DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **OPTIMIZER, **SCHEDULE, **DATA}
+OTHER_WAYS = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "make_vocab_size_divisible_by",
+              "eval_micro_batch_size", "cross_entropy_chunk_tokens", "recompute_activations")  # fmt: skip
+"""Flags that ask for another way to the same numbers."""
+
+
+def read(argv: list[str]) -> Settings:
+    """A command line. A value is the Python literal that it reads as, else a string; several are a list."""
+    values: dict[str, object] = dict(DEFAULTS)
+    starts = [index for index, word in enumerate(argv) if word.startswith("--")] + [len(argv)]
+    for start, end in zip(starts, starts[1:]):
+        name, words = argv[start][2:].replace("-", "_"), [_literal(word) for word in argv[start + 1 : end]]
+        if name not in DEFAULTS and name not in OTHER_WAYS:
+            raise KeyError(f"{argv[start]} is unknown to the reference")
+        values[name] = True if not words else words[0] if len(words) == 1 else words
+    return Settings(**values)
+
+
+def _literal(word: str) -> object:
+    try:
+        return ast.literal_eval(word)
+    except (SyntaxError, ValueError):
+        return word

@@ -1,0 +1,241 @@
+"""A training run: data in, one record per iteration and evaluation out, and the weights.
+
+One process, one micro-batch, fp64 whatever the precision of the run. Optimizers: Loshchilov and Hutter 2019 (AdamW),
+Sutskever et al. 2013 (momentum, torch's form, the decay in the gradient). Clipping: Pascanu et al. 2013. Loss
+scaling: Micikevicius et al. 2018, with Megatron-LM's hysteresis. Schedules: Megatron-LM's, in samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.reference.data import Corpus, batch_of, samples_of
+from tests.reference.model import Model, Weights, initial_weights
+from tests.reference.settings import Settings
+
+
+@dataclass
+class Run:
+    """What a run leaves behind."""
+
+    initial: Weights
+    final: Weights
+    steps: list[dict] = field(default_factory=list)
+    evaluations: dict[tuple, float] = field(default_factory=dict)
+    """(kind, iteration, name of the set or None) -> mean loss per valid token."""
+
+
+# ---- batch sizes
+
+
+def steps_of(c: Settings) -> list[tuple[float, int]]:
+    """(tokens from which on, batch size) of "0:16 2.4B:320"."""
+    units = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    pairs = [entry.split(":") for entry in c.step_batch_size_schedule.replace(",", " ").split()]
+    return [(float(tokens.rstrip("KMBT")) * units.get(tokens[-1], 1), int(size)) for tokens, size in pairs]
+
+
+def final_batch_size(c: Settings) -> int:
+    return steps_of(c)[-1][1] if c.step_batch_size_schedule else c.global_batch_size or c.micro_batch_size
+
+
+def lowered(c: Settings, size: int) -> int:
+    return size // c.micro_batch_size * c.micro_batch_size if c.decrease_batch_size_if_needed else size
+
+
+def batch_size(c: Settings, consumed: int) -> int:
+    """Of the iteration that begins after ``consumed`` samples."""
+    size = final_batch_size(c)
+    if c.step_batch_size_schedule:
+        size = [step for tokens, step in steps_of(c) if consumed * c.seq_length >= tokens][-1]
+    elif c.rampup_batch_size:
+        start, increment, samples = c.rampup_batch_size
+        size = min(size, start + int(consumed / (samples / ((size - start) // increment))) * increment)
+    return lowered(c, size)
+
+
+def all_batches(c: Settings) -> list[tuple[int, int]]:
+    """(samples consumed before, size) of every iteration."""
+    batches, consumed = [], 0
+    while len(batches) < c.train_iters if c.train_iters else consumed + batch_size(c, consumed) <= c.train_samples:
+        batches.append((consumed, batch_size(c, consumed)))
+        consumed += batches[-1][1]
+    return batches
+
+
+# ---- learning rate and weight decay after n samples; iterations count as whole batches of the final size
+
+
+def in_samples(c: Settings, name: str, default: float) -> float:
+    """A length given in iterations or in samples, whichever the run counts."""
+    value = getattr(c, f"{name}_iters") if c.train_iters else getattr(c, f"{name}_samples")
+    return default if value is None else value * (final_batch_size(c) if c.train_iters else 1)
+
+
+def learning_rate(c: Settings, n: int, peak: float, low: float) -> float:
+    end = in_samples(c, "lr_decay", in_samples(c, "train", 0))
+    warmup = in_samples(c, "lr_warmup", 0) if c.lr_warmup_fraction is None else c.lr_warmup_fraction * end
+    if warmup > 0 and n <= warmup:
+        return c.lr_warmup_init + (peak - c.lr_warmup_init) * n / warmup
+    if c.lr_decay_style == "constant":
+        return peak
+    if n > end:
+        return low
+    if c.lr_decay_style == "inverse-square-root":
+        return max(low, peak * math.sqrt(max(warmup, 1) / max(n, 1)))
+    share, style = (n - warmup) / (end - warmup), c.lr_decay_style
+    if style == "WSD":
+        length = in_samples(c, "lr_wsd_decay", 0)
+        share, style = max(0.0, 1 - (end - n) / length), c.lr_wsd_decay_style
+    height = {
+        "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2, "exponential": 2 * 0.5**share - 1,
+        "minus_sqrt": 1 - math.sqrt(share),
+    }[style]  # fmt: skip
+    return low + height * (peak - low)
+
+
+def weight_decay(c: Settings, n: int) -> float:
+    if c.weight_decay_incr_style == "constant":
+        return c.weight_decay
+    share = min(1.0, n / in_samples(c, "train", 0))
+    if c.weight_decay_incr_style == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    return c.start_weight_decay + share * (c.end_weight_decay - c.start_weight_decay)
+
+
+# ---- loss scale
+
+
+class LossScale:
+    """Constant, or dynamic: ``hysteresis`` overflows since the last growth halve it, and so does each further one; a
+    window of clean iterations in a row doubles it."""
+
+    def __init__(self, c: Settings) -> None:
+        self.c, self.dynamic = c, c.fp16 and c.loss_scale is None
+        self.value = c.initial_loss_scale if self.dynamic else c.loss_scale or 1.0
+        self.clean, self.patience = 0, c.hysteresis
+
+    def update(self, overflow: bool) -> None:
+        self.clean = 0 if overflow else self.clean + 1
+        self.patience -= overflow
+        if self.dynamic and overflow and self.patience <= 0:
+            self.value = max(self.value / 2, self.c.min_loss_scale)
+        if self.dynamic and self.clean == self.c.loss_scale_window:
+            self.value, self.clean, self.patience = 2 * self.value, 0, self.c.hysteresis
+
+
+# ---- updates
+
+
+class Optimizer:
+    """AdamW or SGD with momentum. Decayed are matrices, and the weights of query and key norms if asked for."""
+
+    def __init__(self, c: Settings, weights: Weights) -> None:
+        self.c, self.weights, self.step = c, weights, 0
+        self.first, self.second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+
+    def update(self, gradients: Weights, n: int) -> None:
+        """With the rates of an iteration that begins after ``n`` samples."""
+        c, self.step = self.c, self.step + 1
+        for name, weight in self.weights.items():
+            rate, g, m, v = learning_rate(c, n, c.lr, c.min_lr), gradients[name], self.first[name], self.second[name]
+            if c.decoupled_lr is not None and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                low = c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr
+                rate = learning_rate(c, n, c.decoupled_lr, low)
+            of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
+            is_decayed = weight.dim() > 1 or c.apply_wd_to_qk_layernorm and of_heads
+            decay = weight_decay(c, n) if is_decayed else 0.0
+            if c.optimizer == "sgd":
+                m.mul_(c.sgd_momentum).add_(g + decay * weight)
+                weight -= rate * m
+                continue
+            m.mul_(c.adam_beta1).add_((1 - c.adam_beta1) * g)
+            v.mul_(c.adam_beta2).add_((1 - c.adam_beta2) * g * g)
+            m_hat, v_hat = m / (1 - c.adam_beta1**self.step), v / (1 - c.adam_beta2**self.step)
+            weight -= rate * (m_hat / (v_hat.sqrt() + c.adam_eps) + decay * weight)
+
+
+def clip_factor(c: Settings, size: float) -> float:
+    return min(1.0, c.clip_grad / (size + 1e-6)) if c.clip_grad > 0 else 1.0
+
+
+# ---- the run
+
+
+def loss_sum(c: Settings, weights: Weights, samples: list, first: int, training: bool) -> tuple[Tensor, float]:
+    """(sum over valid tokens, their number) of samples ``first`` and on of the stream."""
+    batch = batch_of(c, samples, first)
+    losses = Model(c, weights, batch, training).losses()
+    return (losses * torch.from_numpy(batch.loss_mask)).sum(), batch.loss_mask.sum()
+
+
+def gradients_of(c: Settings, weights: Weights, samples: list, first: int) -> tuple[float, float, Weights]:
+    """Mean loss per valid token of the global batch, valid tokens, gradients of that mean."""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    total, count = loss_sum(c, leaves, samples, first, training=True)
+    (total / count).backward()
+    return total.item() / count, count, {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def norm(tensors) -> float:
+    return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
+
+
+@torch.no_grad()
+def evaluate(c: Settings, run: Run, sets: dict[str, list], iteration: int, which: str) -> None:
+    """Every set by itself: all of its samples, without dropout; sums first, one division at the end."""
+    for index, samples in enumerate(sets[which]):
+        samples = samples if c.full_validation else samples[: samples_of_evaluation(c)]
+        sums = [loss_sum(c, run.final, samples[i : i + 16], i, training=False) for i in range(0, len(samples), 16)]
+        name = (c.validation_set_names or ["0", "1", "2", "3"])[index] if len(sets[which]) > 1 else None
+        run.evaluations[which, iteration, name] = sum(s.item() for s, _ in sums) / sum(count for _, count in sums)
+
+
+def samples_of_evaluation(c: Settings) -> int:
+    return c.eval_iters * (c.eval_global_batch_size or lowered(c, final_batch_size(c)))
+
+
+def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = ()) -> Run:
+    """The whole run. Which iterations overflow in fp16 depends on kernels: it is given, what follows from it is not."""
+    batches = all_batches(c)
+    stream = samples_of(c, corpora, 0, c.train_samples or sum(batches[-1]))[0]
+    wanted = None if c.full_validation else samples_of_evaluation(c)
+    sets = {kind: samples_of(c, corpora, which, wanted) for which, kind in ((1, "valid"), (2, "test"))}
+    weights = initial_weights(c)
+    run = Run({name: weight.clone() for name, weight in weights.items()}, weights)
+    optimizer, scale = Optimizer(c, weights), LossScale(c)
+    skipped = c.iterations_to_skip if isinstance(c.iterations_to_skip, list) else [c.iterations_to_skip]
+    for iteration, (n, size) in enumerate(batches, start=1):
+        samples = [stream[place_of(c, i, len(stream))] for i in range(n, n + size)]
+        record = {"consumed_samples": n + size, "learning_rate": learning_rate(c, n, c.lr, c.min_lr)}
+        record |= {"global_batch_size": size, "skipped": iteration in skipped or iteration in overflows}
+        if c.weight_decay_incr_style != "constant":
+            record["weight_decay"] = weight_decay(c, n)
+        if iteration not in skipped:
+            record["lm loss"], record["num_tokens"], gradients = gradients_of(c, weights, samples, n)
+            if not record["skipped"]:
+                record["grad_norm"] = norm(gradients.values())
+                factor = clip_factor(c, record["grad_norm"])
+                optimizer.update({name: factor * gradient for name, gradient in gradients.items()}, n)
+            scale.update(iteration in overflows)
+            record["params_norm"] = norm(weights.values())
+        run.steps.append(record | {"loss_scale": scale.value})
+        if c.eval_interval and iteration % c.eval_interval == 0 and iteration >= c.start_eval_at_iter:
+            evaluate(c, run, sets, iteration, "valid")
+    for which in sets:
+        evaluate(c, run, sets, len(batches), which)
+    return run
+
+
+def place_of(c: Settings, position: int, length: int) -> int:
+    """Which sample of the data set stands at a position of the stream; cyclic: a permutation of all of it per epoch."""
+    if c.dataloader_type != "cyclic":
+        return position
+    epoch, offset = divmod(position, length)
+    return int(np.random.RandomState(c.seed + epoch).permutation(length)[offset])

@@ -1,0 +1,142 @@
+"""Whole runs of the program beside the reference (``tests/reference``): what each leaves, and where they differ."""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from tests.reference import data
+
+VOCAB_SIZE = 61  # not divisible by anything
+BASE = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "32",
+    "--max-position-embeddings", "36", "--vocab-size", str(VOCAB_SIZE), "--micro-batch-size", "4",
+    "--global-batch-size", "4", "--train-iters", "20", "--lr", "5e-3", "--eval-iters", "2", "--adam-eps", "1e-5",
+]  # fmt: skip
+"""eps: an entry of the gradient that is zero in exact arithmetic (the bias of keys) is rounding noise, which Adam
+with a smaller eps would blow up."""
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+PROGRAM_ONLY = ["--tokenizer-type", "NullTokenizer", "--num-workers", "0", "--log-interval", "1", "--log-params-norm"]
+
+
+def corpora():
+    """Documents of 4 to 70 tokens that count upwards in steps of their own, by name of the file."""
+    generator = np.random.default_rng(5)
+    result = {}
+    for name, count in {"a": 60, "b": 25, "c": 12}.items():
+        lengths, starts, steps = (generator.integers(*bounds, count) for bounds in ((3, 70), (0, 60), (1, 9)))
+        documents = [(start + step * np.arange(length)) % 60 for length, start, step in zip(lengths, starts, steps)]
+        result[name] = [np.append(document, VOCAB_SIZE - 1) for document in documents]
+    return result
+
+
+def write_corpora(folder):
+    for name, documents in corpora().items():
+        data.write(Path(folder) / name, documents)
+
+
+def with_folder(argv, folder):
+    """The names of corpora as the prefixes of their files."""
+    return [str(Path(folder) / word) if word in ("a", "b", "c") else word for word in argv]
+
+
+def program(rank, world_size, argv, fp64, folder, save):
+    """A task of the pool: a whole run. (records of metrics.jsonl, initial weights, final ones: arrays by name)."""
+    from megatron.core.dist_checkpointing import CheckpointReader
+    from megatron.training.arguments import parse_args
+    from megatron.training.metrics import read_metrics
+    from megatron.training.program import run
+    from megatron.training.tasks.gpt import GPTTask
+
+    initial = {}
+
+    class Recording(GPTTask):
+        def model_provider(self, *args, **kwargs):
+            model = super().model_provider(*args, **kwargs)
+            for name, weight in model.named_parameters():
+                padded = "word_embeddings" in name or "output_layer" in name
+                initial[name] = weight.detach()[: VOCAB_SIZE if padded else None].double().numpy().copy()
+            return model
+
+    argv = [*with_folder(argv, folder), *PROGRAM_ONLY, "--save", save, "--data-cache-path", f"{folder}/cache"]
+    code = run(dataclasses.replace(parse_args(argv), fp64=fp64), Recording)
+    assert code == 0, f"the run ended with code {code}"
+    (checkpoint,) = Path(save).glob("iter_*")
+    reader = CheckpointReader(checkpoint)
+    prefix = "optimizer.main_param." if any("main_param" in name for name in reader.names) else "model."
+    names = [name for name in reader.names if name.startswith(prefix)]
+    final = {name.removeprefix(prefix): reader.read(name).double().numpy() for name in names}
+    return list(read_metrics(f"{save}/metrics.jsonl")), initial, final
+
+
+TOLERANCE = {
+    "fp64": (1e-10, 1e-13, 1e-9), "fp32": (2e-5, 1e-6, 2e-4), "bf16": (2e-2, 1e-2, 5e-2), "fp16": (5e-3, 1e-3, 2e-2),
+}  # fmt: skip
+"""Largest relative difference of losses and norms, of initial and of final weights (of a tensor's largest entry). The
+reference computes in fp64 for all of them."""
+
+
+def command_line(flags):
+    """BASE and a row's flags, which win; one of the two ways to give a duration."""
+    base = BASE
+    if "--train-samples" in flags:
+        at = base.index("--train-iters")
+        base = base[:at] + base[at + 2 :]
+    if "--step-batch-size-schedule" in flags:
+        at = base.index("--global-batch-size")
+        base = base[:at] + base[at + 2 :]
+    return [*base, *flags]
+
+
+def overflows(records):
+    """Iterations whose gradients were not finite."""
+    return [each["iteration"] for each in records if each["kind"] == "train" and each["skipped"]]
+
+
+def compare(found, expected, precision):
+    """Differences between a run of the program and the reference's, one line each."""
+    records, initial, final = found
+    loss_limit, initial_limit, final_limit = TOLERANCE[precision]
+    lines = list(_compare_steps([each for each in records if each["kind"] == "train"], expected.steps, loss_limit))
+    evaluated = {(each["kind"], each["iteration"], each.get("dataset")): each["lm loss"]
+                 for each in records if each["kind"] != "train"}  # fmt: skip
+    if evaluated.keys() != expected.evaluations.keys():
+        lines.append(f"evaluations {sorted(map(str, evaluated))}, not {sorted(map(str, expected.evaluations))}")
+    for key, value in expected.evaluations.items():
+        if key in evaluated and not _close(evaluated[key], value, loss_limit):
+            lines.append(f"evaluation {key}: {evaluated[key]!r}, not {value!r}")
+    lines += _compare_weights("initial", initial, expected.initial, initial_limit)
+    lines += _compare_weights("final", final, expected.final, final_limit)
+    return lines
+
+
+def _close(found, expected, limit):
+    return abs(found - expected) <= limit * max(abs(expected), 1e-3)
+
+
+EXACT = ("consumed_samples", "global_batch_size", "num_tokens", "loss_scale", "skipped")
+
+
+def _compare_steps(found, expected, limit):
+    if len(found) != len(expected):
+        yield f"{len(found)} iterations, not {len(expected)}"
+    for iteration, (one, other) in enumerate(zip(found, expected), start=1):
+        assert one["iteration"] == iteration
+        for name, value in other.items():
+            if name not in one:
+                yield f"iteration {iteration}: no {name}, should be {value}"
+            elif not (one[name] == value if name in EXACT else _close(one[name], value, limit)):
+                yield f"iteration {iteration}: {name} {one[name]!r}, not {value!r}"
+        for name in ("lm loss", "grad_norm"):
+            if name in one and name not in other:
+                yield f"iteration {iteration}: {name} {one[name]!r}, should be none"
+
+
+def _compare_weights(when, found, expected, limit):
+    if found.keys() != expected.keys():
+        yield f"{when} weights: {sorted(found.keys() ^ expected.keys())} on one side only"
+    for name in found.keys() & expected.keys():
+        want = expected[name].numpy().reshape(-1)
+        difference = np.abs(found[name].reshape(-1) - want).max()
+        if not difference <= limit * max(np.abs(want).max(), 1e-2):
+            yield f"{when} {name}: off by {difference:.3g} of {np.abs(want).max():.3g}"

@@ -1,0 +1,141 @@
+"""Runs that are compared with the reference: settings that differ from every default, alone or a few together.
+
+Each setting of model, optimizer, schedule, data and evaluation stands in some row with a value that is not its
+default and that matters to the numbers (an epsilon that is large, a clamp that acts, an original context shorter than
+the sequence); rows are otherwise as small as ``reference_runs.BASE``. A row is flags, and a precision where that is
+not fp64.
+"""
+
+DATA = "--data-path a --split 70,20,10"
+WHOLE = "--full-validation --eval-interval 8"
+RAGGED = f"--data-path a --split 60,30,10 {WHOLE}"
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
+UNTIED = "--untie-embeddings-and-output-weights"
+ROPE = "--position-embedding-type rope --kv-channels 16"
+YARN = f"{ROPE.replace('rope', 'yarn')} --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+GROUPS = "--group-query-attention --num-query-groups"
+LLAMA = f"{ROPE} --swiglu --normalization RMSNorm --disable-bias-linear {UNTIED} {GROUPS} 2"
+WARMUP = "--lr-warmup-iters 5"
+PACKED = "--reset-position-ids --reset-attention-mask"
+
+NETWORK = {
+    "all-defaults": "--adam-eps 1e-8 --hidden-dropout 0.1",
+    "head-size": f"--kv-channels 12 {GROUPS} 2 --init-method-std 0.05",
+    "one-group": "--group-query-attention --qk-layernorm --norm-epsilon 0.05",
+    "query-key-norms-decayed": "--qk-layernorm --normalization RMSNorm --apply-wd-to-qk-layernorm --weight-decay 0.5",
+    "query-key-norms-without-weights": "--qk-l2-norm --norm-epsilon 0.01",
+    "rms-norm": "--normalization RMSNorm --norm-epsilon 0.03",
+    "layer-norm-1p": "--apply-layernorm-1p --squared-relu --weight-decay 0.2",
+    "residual-behind-the-norm": "--apply-residual-connection-post-layernorm --hidden-dropout 0.2",
+    "no-biases": "--disable-bias-linear --ffn-hidden-size 40",
+    "query-key-value-biases": f"{LLAMA} --add-qkv-bias --ffn-hidden-size 24",
+    "gelu-by-erf": "--no-bias-gelu-fusion --init-method-std 0.2",
+    "swiglu": f"{LLAMA} --embedding-init-method-std 0.3",
+    "swiglu-clamped": "--swiglu --activation-func-clamp-value 0.05 --glu-linear-offset 0.5 --init-method-std 0.1",
+    "quick-geglu": "--quick-geglu --glu-linear-offset 1 --init-method-std 0.1",
+    "quick-geglu-clamped": "--quick-geglu --activation-func-clamp-value 0.1 --init-method-std 0.1 --add-qkv-bias",
+    "window": "--num-layers 3 --window-size 5,0 --window-attn-skip-freq 2",
+    "window-in-layers": "--num-layers 3 --window-size 3,0 --window-attn-skip-freq [1,0,1]",
+    "xavier": f"--init-method-xavier-uniform {UNTIED} {GROUPS} 1",
+    "xavier-but-embeddings": "--init-method-xavier-uniform --embedding-init-method-std 0.1 --seed 2",
+    "initial-values": f"--init-method-std 0.1 --embedding-init-method-std 0.5 {UNTIED} --num-layers 3 --seed 77",
+    "odd-sizes": "--max-position-embeddings 50 --num-layers 1 --hidden-size 24 --num-attention-heads 3 --seq-length 19"
+                 " --make-vocab-size-divisible-by 7",
+    "dropout": "--hidden-dropout 0.3 --attention-dropout 0.2 --seed 5",
+    "dropout-of-groups": f"{LLAMA} --hidden-dropout 0.05 --attention-dropout 0.4 --seq-length 21",
+    "layer-scaling": f"--apply-query-key-layer-scaling {DROPOUT}",
+    "micro-batches": f"--micro-batch-size 1 --cross-entropy-chunk-tokens 5 --recompute-activations {DROPOUT}",
+}
+POSITIONS = {
+    "no-positions": "--position-embedding-type none",
+    "rotary-share": f"{ROPE} --rotary-percent 0.5 --rotary-base 100",
+    "rotary-interleaved": f"{ROPE} --rotary-interleaved --rotary-percent 0.25 --seed 9",
+    "rotary-interpolated": f"{ROPE} --rotary-seq-len-interpolation-factor 3",
+    "llama-3-scaling": f"{ROPE} --use-rope-scaling --rope-scaling-factor 32 --rotary-base 500000",
+    "llama-3-scaling-by-8": f"{ROPE} --use-rope-scaling --rotary-base 300000 --rotary-interleaved",
+    "yarn": f"{YARN} --yarn-beta-fast 1.5 --yarn-beta-slow 0.1 --mscale 0.7 --mscale-all-dim 0.3",
+    "yarn-unrounded": f"{YARN} --yarn-beta-fast 2 --no-yarn-correction-range-round-to-int --rotary-percent 0.75",
+}
+OPTIMIZER = {
+    "betas": "--adam-beta1 0.7 --adam-beta2 0.95 --adam-eps 1e-3",
+    "clipped": "--clip-grad 0.1 --weight-decay 0.5 --optimizer sgd --lr 0.5",
+    "clipped-at-times": "--clip-grad 0.55 --optimizer sgd --lr 0.5 --sgd-momentum 0.5",
+    "never-clipped": "--clip-grad 100 --optimizer sgd --lr 0.3",
+    "not-clipped": "--clip-grad 0 --optimizer sgd --lr 0.3 --weight-decay 0.1",
+    "sgd-without-momentum": "--optimizer sgd --sgd-momentum 0 --lr 0.5",
+    "decay-ramp-linear": "--start-weight-decay 0.1 --end-weight-decay 0.9 --weight-decay-incr-style linear",
+    "decay-ramp-cosine": "--start-weight-decay 0.0 --end-weight-decay 2.0 --weight-decay-incr-style cosine",
+    "decoupled-rates": f"--decoupled-lr 2e-2 --decoupled-min-lr 1e-2 --min-lr 1e-4 {UNTIED} {WARMUP}"
+                       " --lr-warmup-init 1e-4",
+    "decoupled-rate-tied": "--decoupled-lr 1e-3 --min-lr 5e-4 --lr-decay-style cosine",
+}  # fmt: skip
+SCHEDULE = {
+    "constant": f"--lr-decay-style constant {WARMUP} --lr-warmup-init 1e-3",
+    "linear": "--min-lr 1e-3 --lr-decay-iters 15 --lr-warmup-fraction 0.3",
+    "cosine": f"--lr-decay-style cosine --min-lr 1e-3 --lr-decay-iters 17 {WARMUP}",
+    "inverse-square-root": f"--lr-decay-style inverse-square-root {WARMUP} --min-lr 3e-3",
+    "inverse-square-root-without-warmup": "--lr-decay-style inverse-square-root",
+    "wsd-exponential": f"--lr-decay-style WSD --lr-wsd-decay-iters 8 {WARMUP}",
+    "wsd-linear": "--lr-decay-style WSD --lr-wsd-decay-iters 7 --lr-wsd-decay-style linear --lr-decay-iters 18",
+    "wsd-cosine": "--lr-decay-style WSD --lr-wsd-decay-iters 9 --lr-wsd-decay-style cosine --min-lr 1e-3",
+    "wsd-minus-sqrt": "--lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style minus_sqrt",
+    "in-samples": "--train-samples 83 --lr-warmup-samples 13 --lr-decay-samples 71 --lr-decay-style cosine",
+    "wsd-in-samples": "--train-samples 80 --lr-decay-style WSD --lr-wsd-decay-samples 33",
+    "ramp-up": f"--global-batch-size 8 --micro-batch-size 2 --rampup-batch-size 2 2 50 {WARMUP} {DROPOUT}",
+    "batch-steps": "--step-batch-size-schedule 0:2,0.5K:4,2K:8 --micro-batch-size 2 --weight-decay 0.3",
+    "batch-lowered": f"--global-batch-size 7 --micro-batch-size 2 --decrease-batch-size-if-needed {WARMUP}",
+    "skipped-iterations": f"--iterations-to-skip 3 4 11 {WARMUP} {DROPOUT}",
+}
+SAMPLES = {
+    "packed": f"{PACKED} --eod-mask-loss {DROPOUT} --seed 3",
+    "packed-in-micro-batches": f"{PACKED} --eod-mask-loss --micro-batch-size 1",
+    "only-positions-restart": "--reset-position-ids",
+    "loss-mask": "--eod-mask-loss --optimizer sgd --lr 0.5 --eval-interval 4",
+    "padding": "--null-tokenizer-eod-id 7 --null-tokenizer-pad-id 3 --eod-mask-loss --reset-position-ids",
+    "padding-that-ends-documents": "--null-tokenizer-pad-id 60 --reset-attention-mask",
+    "ambiguous-padding": "--null-tokenizer-pad-id 60 --allow-ambiguous-pad-tokens --eval-interval 7",
+    "epochs": "--data-path c --split 50,25,25 --seed 4321",
+    "last-epoch-apart": "--data-path c --split 98,1,1 --eval-iters 0 --train-iters 29 --seq-length 17",
+    "blend": "--data-path 0.6 a 0.3 b 0.1 c --split 60,20,20 --mid-level-dataset-surplus 0.3 --train-iters 30",
+    "blend-by-size": "--train-data-path a b --valid-data-path b c --test-data-path c --eval-iters 30",
+    "blends-per-split": "--train-data-path 0.5 a 0.5 b --valid-data-path 0.2 c 0.8 b",
+    "cyclic": "--data-path c --split 60,20,20 --dataloader-type cyclic --seed 6",
+}
+EVALUATION = {
+    "evaluation": f"--eval-interval 3 --start-eval-at-iter 7 --eval-iters 3 {DROPOUT}",
+    "evaluation-batches": "--eval-interval 6 --eval-global-batch-size 6 --eval-micro-batch-size 3 --eod-mask-loss",
+    "ragged": f"{RAGGED} --eval-global-batch-size 8 --eod-mask-loss",
+    "ragged-in-micro-batches": f"{RAGGED} --eval-micro-batch-size 1 --eval-global-batch-size 16 {DROPOUT}",
+    "several-sets": f"--train-data-path a --valid-data-path b c a {WHOLE} --multiple-validation-sets"
+                    " --validation-set-names small smaller own --eod-mask-loss",
+    "unnamed-sets": f"--train-data-path a --valid-data-path c b {WHOLE} --multiple-validation-sets",
+}  # fmt: skip
+FP16 = "--fp16 --optimizer sgd --lr 0.3 --init-method-std 0.1"
+PRECISION = {
+    "fp32": (f"{DROPOUT} {WARMUP} --eval-interval 5", "fp32"),
+    "fp32-llama": (f"{LLAMA} --eod-mask-loss --clip-grad 0.5", "fp32"),
+    "fp32-sgd": ("--optimizer sgd --lr 0.3 --norm-epsilon 0.02", "fp32"),
+    "bf16": (f"--bf16 {DROPOUT} --eval-interval 5 --adam-eps 1e-2", "bf16"),
+    "bf16-llama": (f"--bf16 {LLAMA} --seed 8 --optimizer sgd --lr 0.3", "bf16"),
+    "fp16-static": (f"{FP16} --loss-scale 256 {DROPOUT} --optimizer adam --lr 5e-3 --adam-eps 1e-2", "fp16"),
+    "fp16-dynamic": (f"{FP16} --loss-scale-window 3 --initial-loss-scale 16384 --hysteresis 1", "fp16"),
+    "fp16-patient": (f"{FP16} --loss-scale-window 4 --initial-loss-scale 4194304 --hysteresis 3", "fp16"),
+    "fp16-bounded": (f"{FP16} --initial-loss-scale 8388608 --min-loss-scale 1048576 --hysteresis 1", "fp16"),
+    "fp16-layer-scaling": (f"{FP16} --apply-query-key-layer-scaling --loss-scale 64 --num-layers 3", "fp16"),
+}
+
+
+def _complete(row):
+    """The data that most rows take, no dropout where a row names none."""
+    flags, precision = row if isinstance(row, tuple) else (row, "fp64")
+    data = "" if "data-path" in flags else DATA
+    return f"{data} {'' if 'all-defaults' in flags else NO_DROPOUT} {flags}".split(), precision
+
+
+ROWS = {
+    name: _complete(row)
+    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, PRECISION)
+    for name, row in group.items()
+}
+"""Name -> (flags behind ``BASE``, precision)."""
