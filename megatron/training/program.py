@@ -95,11 +95,11 @@ def _refuse(error: UserError) -> int:
 
 
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int:
-    groups = initialize_megatron(cfg, watchdog.store)
-    from_first_rank(lambda: check_save_folder(cfg), groups.world)
-    log_arguments(cfg)
-    tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
-    with ExitConditions(cfg) as exits:
+    with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
+        groups = initialize_megatron(cfg, watchdog.store)
+        from_first_rank(lambda: check_save_folder(cfg), groups.world)
+        log_arguments(cfg)
+        tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
         check_build(parts, cfg)
         parts.hooks = [BatchPositionHook(cfg), *replica_checks(cfg, parts), *parts.hooks]
@@ -126,8 +126,11 @@ def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitCondi
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
             return code
-    trainer.evaluate(parts.valid_sets, "validation", final=True)
-    trainer.evaluate(parts.test_sets, "test", final=True)
+    for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):
+        if exits.interrupted():
+            logger.warning("the final evaluation is not complete: the run was interrupted")
+            break
+        trainer.evaluate(sets, name, final=True)
     return code
 
 

@@ -51,6 +51,10 @@ class TrainingConfig:
     exit_duration_in_mins: int | None = None
     """Save and stop, with exit code 0, after this many minutes."""
 
+    save_on_signal: bool = True
+    """Leave SIGTERM, SIGUSR1 and Ctrl-C alone. By default each of them, sent to any rank, makes all ranks save after
+    the iteration and stop; a second Ctrl-C ends the process at once."""
+
     exit_signal_handler: bool = False
     """Save and stop, with exit code 0, on --exit-signal."""
 

@@ -33,7 +33,8 @@ class Watchdog:
         self.place = Place.from_environment() if self.timeout > 0 and not dist.is_initialized() else None
         self.progress = Progress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
         self.folder = None if cfg.save is None else Path(cfg.save) / "stacks"
-        self.catches_sigterm = not (cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM)
+        handled = cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM
+        self.catches_sigterm = not (cfg.save_on_signal or handled)
         self.store: dist.Store | None = None
         """For the process groups; None: torch finds its own."""
         self._monitor: Monitor | None = None

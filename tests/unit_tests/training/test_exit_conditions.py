@@ -1,13 +1,19 @@
 """When a run logs, evaluates, saves and stops, with and without a resume; what several ranks agree on."""
 
+import multiprocessing as mp
 import os
 import signal
+import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from megatron.training.exit_conditions import (
+    EXIT_SIGNALS,
     ExitConditions,
     agree,
     as_signal,
@@ -27,6 +33,8 @@ def flags(**changed):
         "train_samples": None,
         "exit_interval": None,
         "exit_duration_in_mins": None,
+        "save": None,
+        "save_on_signal": False,
         "exit_signal_handler": False,
         "exit_signal": signal.SIGTERM,
         "log_interval": 100,
@@ -41,7 +49,7 @@ def run(cfg, start=0, batch=4):
     """The loop of the trainer: iterations that log, evaluate and save, the last one, and why it stopped."""
     state = TrainState(iteration=start, consumed_train_samples=start * batch)
     logged, evaluated, saved = [], [], []
-    reason = decide(cfg, state, 0.0, False, start + 1)
+    reason = decide(cfg, state, 0.0, None, start + 1)
     while reason is None:
         state.iteration += 1
         state.consumed_train_samples += batch
@@ -49,7 +57,7 @@ def run(cfg, start=0, batch=4):
             logged.append(state.iteration)
         if is_eval_iteration(cfg.eval_interval, state.iteration, cfg.start_eval_at_iter):
             evaluated.append(state.iteration)
-        reason = decide(cfg, state, 0.0, False, start + 1)
+        reason = decide(cfg, state, 0.0, None, start + 1)
         if is_save_iteration(cfg.save_interval, state.iteration, reason):
             saved.append(state.iteration)
     return logged, evaluated, saved, state.iteration, reason.kind
@@ -115,21 +123,21 @@ def test_every_is_never_for_none_and_zero():
 
 
 @pytest.mark.parametrize(
-    ("changed", "elapsed", "signalled", "kind", "message"),
+    ("changed", "elapsed", "received", "kind", "message"),
     [
-        ({"exit_signal_handler": True}, 0, True, "signal", "exiting program after receiving SIGTERM."),
-        ({"exit_signal_handler": True, "exit_signal": signal.SIGUSR1}, 0, True, "signal", "SIGUSR1"),
-        ({"exit_signal_handler": True, "train_iters": 5}, 0, True, "signal", "SIGTERM"),  # no time for an evaluation
-        ({"exit_signal_handler": False}, 0, True, None, ""),
-        ({"exit_duration_in_mins": 2}, 120.1, False, "duration", "exiting program after 2.0"),
-        ({"exit_duration_in_mins": 2}, 120.0, False, None, ""),
-        ({"exit_duration_in_mins": 2, "train_iters": 5}, 121.0, False, "duration", ""),
-        ({"exit_interval": 5}, 0, False, "interval", "exiting program at iteration 5"),
-        ({"exit_interval": 5, "train_iters": 5}, 0, False, "train_iters", "complete"),
+        ({"exit_signal_handler": True}, 0, signal.SIGTERM, "signal", "exiting program after receiving SIGTERM."),
+        ({"exit_signal_handler": True, "exit_signal": signal.SIGUSR1}, 0, signal.SIGUSR1, "signal", "SIGUSR1"),
+        ({"exit_signal_handler": True, "train_iters": 5}, 0, signal.SIGTERM, "signal", "TERM"),  # no evaluation
+        ({"save": "x", "save_on_signal": True}, 0, signal.SIGINT, "signal", "after receiving SIGINT."),
+        ({"exit_duration_in_mins": 2}, 120.1, None, "duration", "exiting program after 2.0"),
+        ({"exit_duration_in_mins": 2}, 120.0, None, None, ""),
+        ({"exit_duration_in_mins": 2, "train_iters": 5}, 121.0, None, "duration", ""),
+        ({"exit_interval": 5}, 0, None, "interval", "exiting program at iteration 5"),
+        ({"exit_interval": 5, "train_iters": 5}, 0, None, "train_iters", "complete"),
     ],
 )
-def test_reasons_their_order_and_words(changed, elapsed, signalled, kind, message):
-    reason = decide(flags(**changed), TrainState(iteration=5), elapsed, signalled)
+def test_reasons_their_order_and_words(changed, elapsed, received, kind, message):
+    reason = decide(flags(**changed), TrainState(iteration=5), elapsed, received)
     assert (reason.kind if reason else None) == kind
     if reason:
         assert message in reason.message and reason.exit_code == 0
@@ -139,7 +147,7 @@ def test_reasons_their_order_and_words(changed, elapsed, signalled, kind, messag
 @pytest.fixture
 def restored():
     """The handlers of the test process after the test."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -180,6 +188,84 @@ def test_loader_workers_outlive_the_signal_only_if_the_trainer_catches_it(restor
             assert not worker.is_alive()
 
 
+@pytest.mark.parametrize("number", EXIT_SIGNALS)
+def test_by_default_a_signal_saves_and_stops_and_says_so_in_one_line(restored, capfd, number):
+    with ExitConditions(flags(save="x", save_on_signal=True)) as exits:
+        state = TrainState()
+        assert exits.check(state) is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)  # of a terminal and of a launcher, at once
+        reason = exits.check(state)
+    assert reason.kind == "signal" and reason.exit_code == 0 and not reason.finished
+    assert capfd.readouterr().err == (
+        f"received {number.name}: saving and stopping after this iteration; a further Ctrl-C ends the process at once\n"
+    )
+
+
+def test_a_run_that_saves_nothing_ends_with_the_code_of_the_signal():
+    reason = decide(flags(save_on_signal=True), TrainState(iteration=5), 0.0, signal.SIGINT)
+    assert reason.exit_code == 130
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once(capfd):
+    child = os.fork()
+    if child == 0:
+        ExitConditions(flags(save="x", save_on_signal=True))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.7)
+        os.kill(os.getpid(), signal.SIGINT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert capfd.readouterr().err.splitlines()[1:] == ["ended by a second Ctrl-C"]
+
+
+def test_handlers_of_the_program_and_ignored_signals_stay(restored):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup
+    signal.signal(signal.SIGUSR1, print)
+    with ExitConditions(flags(save_on_signal=True)):
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN and signal.getsignal(signal.SIGUSR1) == print
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+
+
+def test_children_of_the_program_are_ended_by_the_signals(restored):
+    with ExitConditions(flags(save_on_signal=True)):
+        child = mp.get_context("fork").Process(target=time.sleep, args=(1000,))
+        child.start()
+        time.sleep(0.2)
+        child.terminate()
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+
+
+def interrupted_run(rank, world_size, folder, where):
+    """A run of which the last rank gets SIGUSR1: (exit code, the iterations that it made, checkpoints)."""
+    from megatron.training.tasks.gpt import GPTTask
+    from tests.test_utils import gpt_runs
+
+    get_batch, calls = GPTTask.get_batch, {True: 0, False: 0}
+
+    def get_batch_and_signal(self, data_iterator):
+        training = torch.is_grad_enabled()
+        calls[training] += 1
+        if rank == world_size - 1 and (training, calls[training]) == where:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return get_batch(self, data_iterator)
+
+    with mock.patch.object(GPTTask, "get_batch", get_batch_and_signal):
+        code = gpt_runs.train(rank, world_size, ["--mock-data", "--save", folder, "--micro-batch-size", "4"])
+    return code, calls, sorted(path.name for path in Path(folder).glob("iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("where", "batches", "evaluated", "saved"),
+    [((True, 3), 3, 0, ["iter_0000003"]), ((False, 1), 8, 2, ["iter_0000008"])],
+    ids=["in-training", "in-the-final-evaluation"],
+)
+def test_a_signal_to_one_rank_makes_all_save_and_stop_by_default(gloo_pool, tmp_path, where, batches, evaluated, saved):
+    outcomes = gloo_pool.run(interrupted_run, 2, str(tmp_path), where)
+    assert outcomes == [(0, {True: batches, False: evaluated}, saved)] * 2
+
+
 def test_without_the_flag_no_handler_is_installed():
     before = signal.getsignal(signal.SIGTERM)
     with ExitConditions(flags()):
@@ -210,7 +296,7 @@ def check_with_one_signalled_rank(rank, world_size, signalled_rank):
 
 
 def agreed_values(rank, world_size):
-    return agree(10.0 + rank, rank == 0)
+    return agree(10.0 + rank, signal.SIGUSR1 if rank == 0 else 0)
 
 
 @pytest.mark.parametrize("signalled_rank", [0, 1])
@@ -223,4 +309,4 @@ def test_no_signal_stops_nobody(gloo_pool):
 
 
 def test_ranks_agree_on_the_longest_time(gloo_pool):
-    assert gloo_pool.run(agreed_values, 2) == [(11.0, True)] * 2
+    assert gloo_pool.run(agreed_values, 2) == [(11.0, signal.SIGUSR1)] * 2
