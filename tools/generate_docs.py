@@ -41,6 +41,7 @@ def kind_of(spec: FlagSpec) -> str:
     if spec.is_bool:
         return "switch"
     kind = " ".join(map(str, spec.choices)) or spec.metavar or spec.type_name
+    kind += f", {spec.range}" if spec.range is not None and str(spec.range) else ""
     count = {"+": ", one or more", "*": ", any number", None: ""}
     return kind + (f", {spec.nargs} values" if isinstance(spec.nargs, int) else count[spec.nargs])
 

@@ -7,6 +7,7 @@ nothing here keeps state, so that any rank computes any moment of the run.
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,6 +15,8 @@ from typing import Protocol
 
 from megatron.core.errors import UserError
 
+_STEPS = "--step-batch-size-schedule"
+_MAX_STEPS = 10_000  # plateaus of a ramp
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
@@ -39,6 +42,14 @@ class BatchConfig(Protocol):
     def seq_length(self) -> int: ...
 
 
+class ScheduleError(UserError):
+    """Flags of the batch size that cannot be read or met."""
+
+    def __init__(self, flag: str, reason: str) -> None:
+        super().__init__(f"{flag}: {reason}")
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class Plateau:
     """Iterations that begin at ``first_sample`` or later take ``size`` samples each (until the next plateau)."""
@@ -48,13 +59,13 @@ class Plateau:
 
 
 def parse_token_count(text: str) -> int:
-    """``"2.4B"`` -> 2400000000. Suffixes K, M, B, T are powers of 1000; ``ValueError`` for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    """``"2.4B"`` -> 2400000000. Suffixes K, M, B, T are powers of 1000; :class:`ScheduleError` for anything else."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", text.strip().upper())
     if not match:
-        raise UserError(f"--step-batch-size-schedule: {text!r} is not a token count such as 0, 500M or 2.4B")
+        raise ScheduleError(_STEPS, f"{text!r} is not a token count such as 0, 500M or 2.4B")
     count = Fraction(match[1]) * _SUFFIXES[match[2]]
     if count.denominator != 1:
-        raise UserError(f"--step-batch-size-schedule: {text!r} is not a whole number of tokens")
+        raise ScheduleError(_STEPS, f"{text!r} is not a whole number of tokens")
     return int(count)
 
 
@@ -63,22 +74,22 @@ def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
 
     A size holds from the first sample at which the consumed tokens reach its threshold.
     """
-    flag = f"--step-batch-size-schedule {text!r}"
+    flag = f"{_STEPS} {text!r}"
     plateaus: list[Plateau] = []
     previous = -1
     for entry in text.replace(",", " ").split():
         threshold, colon, size_text = entry.partition(":")
-        if not colon or not size_text.isdigit() or int(size_text) == 0:
-            raise UserError(f"{flag}: {entry!r} is not TOKENS:SIZE with a positive whole size")
+        if not colon or not re.fullmatch("0*[1-9][0-9]{0,8}", size_text):
+            raise ScheduleError(flag, f"{entry!r} is not TOKENS:SIZE with a positive whole size below 1 billion")
         tokens = parse_token_count(threshold)
         if not plateaus and tokens:
-            raise UserError(f"{flag}: the first threshold is {threshold}, it must be 0")
+            raise ScheduleError(flag, f"the first threshold is {threshold}, it must be 0")
         if tokens <= previous:
-            raise UserError(f"{flag}: thresholds must rise, but {threshold} follows {previous}")
+            raise ScheduleError(flag, f"thresholds must rise, but {threshold} follows {previous}")
         previous = tokens
         plateaus.append(Plateau(-(-tokens // seq_length), int(size_text)))
     if not plateaus:
-        raise UserError(f"{flag}: no entry; give for example \"0:16 2.4B:320\"")
+        raise ScheduleError(flag, 'no entry; give for example "0:16 2.4B:320"')
     return plateaus
 
 
@@ -89,16 +100,19 @@ def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
     """
     flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
     if len(rampup) != 3:
-        raise UserError(f"{flag}: needs three numbers, START INCREMENT SAMPLES")
+        raise ScheduleError(flag, "needs three numbers, START INCREMENT SAMPLES")
     start, increment, samples = (int(value) for value in rampup)
     if start <= 0 or increment <= 0 or samples < 0:
-        raise UserError(f"{flag}: start and increment must be positive and samples not negative")
+        raise ScheduleError(flag, "start and increment must be positive and samples not negative")
     steps, rest = divmod(final_size - start, increment)
     if steps < 0 or rest:
-        raise UserError(
-            f"{flag}: the way from {start} to --global-batch-size {final_size} is not a whole number of "
-            f"increments of {increment}; nearest start: {final_size - max(steps, 0) * increment}"
+        raise ScheduleError(
+            flag,
+            f"the way from {start} to --global-batch-size {final_size} is not a whole number of "
+            f"increments of {increment}; nearest start: {final_size - max(steps, 0) * increment}",
         )
+    if steps > _MAX_STEPS:
+        raise ScheduleError(flag, f"makes {steps} steps; give a larger increment, for {_MAX_STEPS} at most")
     return [Plateau(-(-j * samples // steps) if steps else 0, start + j * increment) for j in range(steps + 1)]
 
 
@@ -106,14 +120,14 @@ def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
     """The schedule of ``config``; rows with the same first sample are allowed, the last of them counts.
 
     Raises:
-        ValueError: unreadable or contradictory flags.
+        ScheduleError: unreadable or contradictory flags.
     """
     if config.step_batch_size_schedule:
         if config.rampup_batch_size:
-            raise UserError("--step-batch-size-schedule and --rampup-batch-size exclude each other: give one")
+            raise ScheduleError("--rampup-batch-size", "excludes --step-batch-size-schedule: give one")
         return parse_step_schedule(config.step_batch_size_schedule, config.seq_length)
     if not config.global_batch_size or config.global_batch_size < 0:
-        raise UserError(f"--global-batch-size {config.global_batch_size}: give a positive size")
+        raise ScheduleError(f"--global-batch-size {config.global_batch_size}", "give a positive size")
     if config.rampup_batch_size:
         return ramp_schedule(config.rampup_batch_size, config.global_batch_size)
     return [Plateau(0, config.global_batch_size)]
@@ -167,7 +181,8 @@ def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size:
 
 
 def _size_at(plateaus: list[Plateau], consumed_samples: int) -> int:
-    return [plateau.size for plateau in plateaus if plateau.first_sample <= consumed_samples][-1]
+    following = bisect_right(plateaus, consumed_samples, key=lambda plateau: plateau.first_sample)
+    return plateaus[following - 1].size
 
 
 def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:

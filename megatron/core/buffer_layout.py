@@ -89,6 +89,8 @@ def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> lis
     for stop, begin, end in cut.buckets:
         length = (end - begin) // num_shards
         for index in range(first, stop):
+            if not sizes[index]:  # of a vocabulary that is not known yet; its bucket may be empty
+                continue
             low = cut.starts[index]
             high = low + sizes[index]
             for shard in range((low - begin) // length, -(-(high - begin) // length)):

@@ -20,9 +20,10 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron.core.errors import UserError
+from megatron.core.ranges import Range
 
 _UNSET: Any = dataclasses.MISSING
 _NO_VALUE: Any = object()
@@ -38,8 +39,8 @@ class Problem:
     fix: str = ""
 
     def __str__(self) -> str:
-        value = "" if self.value is _NO_VALUE else f" {show(self.value)}"
-        return f"{self.flag}{value}: {self.reason}" + (f"; {self.fix}" if self.fix else "")
+        value = "" if self.value is _NO_VALUE else f" {_clipped(show(self.value))}"
+        return f"{self.flag}{value}: {_clipped(self.reason, 400)}" + (f"; {self.fix}" if self.fix else "")
 
 
 class ConfigError(UserError):
@@ -48,6 +49,11 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def _clipped(text: str, longest: int = 200) -> str:
+    """A mistyped value may be a whole file."""
+    return text if len(text) <= longest else f"{text[: longest - 50]} ... ({len(text)} characters)"
 
 
 def show(value: Any) -> str:
@@ -65,6 +71,7 @@ def flag(
     parse: Callable[[str], Any] | None = None,
     metavar: str | None = None,
     on: str | None = None,
+    check: Callable[[str], object] | None = None,
 ) -> Any:
     """A dataclass field whose flag is irregular.
 
@@ -76,8 +83,9 @@ def flag(
         nargs: as argparse's: a count, ``"+"`` or ``"*"``.
         parse: from the text on the command line to the value; raises ``ValueError`` with the reason.
         on: a further spelling that sets a default-true boolean to True.
+        check: raises ``ValueError`` with the reason for a text that no other setting could make sensible.
     """
-    metadata = {"names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on}
+    metadata = {"names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on, "check": check}
     if default_factory is not None:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -102,6 +110,8 @@ class FlagSpec:
     optional: bool
     metavar: str | None
     on: str | None
+    range: Range | None
+    verify: Callable[[str], object] | None
     group: type
 
     @property
@@ -119,7 +129,23 @@ class FlagSpec:
             close = difflib.get_close_matches(str(value).lower(), known, n=1)
             hint = f"; did you mean {known[close[0]]}?" if close else ""
             raise ValueError(f"must be one of {', '.join(map(str, self.choices))}{hint}")
+        if self.verify is not None:
+            self.verify(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        if self.range is not None and (reason := self.range.reason(value)):
+            raise ValueError(reason)
         return value
+
+    def refusal(self, value: Any) -> str:
+        """Why a value that a program set, not text, can never be right; empty if it can, or is None."""
+        try:
+            for item in value if isinstance(value, list) else [value]:
+                if item is not None:
+                    self.check(item)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def from_text(self, text: str) -> Any:
         """Convert and check one operand."""
@@ -128,8 +154,6 @@ class FlagSpec:
         except ValueError as error:
             known = {"int": "is not an integer", "float": "is not a number"}
             raise ValueError(known.get(self.type_name, str(error))) from None
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError("must be a finite number")
         return self.check(value)
 
 
@@ -159,6 +183,17 @@ def _source(cls: type) -> str:
         return file.read()
 
 
+def _range_of(annotation: Any) -> Range | None:
+    """The :class:`Range` inside an annotation, wherever it stands in unions and lists."""
+    if get_origin(annotation) is Annotated:
+        return next((extra for extra in annotation.__metadata__ if isinstance(extra, Range)), None)
+    return next((found for part in get_args(annotation) if (found := _range_of(part))), None)
+
+
+def _plain(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
 def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]]:
     """Converter, type name and choices of an annotation without None and list."""
     if get_origin(annotation) is Literal:
@@ -172,7 +207,7 @@ def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]
 def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     meta = field.metadata
     default: Any = field.default_factory() if callable(field.default_factory) else field.default
-    nargs, optional = meta.get("nargs"), False
+    nargs, optional, valid = meta.get("nargs"), False, _range_of(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         members = [member for member in get_args(annotation) if member is not types.NoneType]
         optional = len(members) < len(get_args(annotation))
@@ -183,7 +218,7 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     else:
         if get_origin(annotation) is list:
             nargs, annotation = nargs or "+", get_args(annotation)[0]
-        convert, type_name, choices = _scalar(annotation)
+        convert, type_name, choices = _scalar(_plain(annotation))
     if type_name == "bool" and not isinstance(default, bool):
         raise TypeError(f"{cls.__name__}.{field.name} needs the default True or False")
     optional = optional or default is None
@@ -191,7 +226,7 @@ def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
     names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)
     return FlagSpec(
         field.name, tuple(names), default, convert, type_name, choices, nargs, optional, meta.get("metavar"),
-        meta.get("on"), cls,
+        meta.get("on"), valid, meta.get("check"), cls,
     )  # fmt: skip
 
 
@@ -200,7 +235,7 @@ def flags_of(*groups: type) -> tuple[FlagSpec, ...]:
     """The flags of these dataclasses, in order, each from the class that declares its field."""
     specs = []
     for group in groups:
-        hints = get_type_hints(group)
+        hints = get_type_hints(group, include_extras=True)
         for field in dataclasses.fields(group):
             if field.metadata.get("flag", True) and field.name in group.__dict__.get("__annotations__", {}):
                 specs.append(_spec(group, field, hints[field.name]))
@@ -359,7 +394,7 @@ def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description:
         if spec.group not in groups:
             title = (spec.group.__doc__ or spec.group.__name__).strip().splitlines()[0].rstrip(".")
             groups[spec.group] = parser.add_argument_group(title)
-        options: dict[str, Any] = {"dest": spec.field, "default": spec.default, "help": spec.help.replace("%", "%%")}
+        options: dict[str, Any] = {"dest": spec.field, "default": spec.default, "help": _help_text(spec)}
         if spec.is_bool:
             options["action"] = "store_false" if spec.default else "store_true"
         else:
@@ -368,6 +403,11 @@ def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description:
         if spec.on:
             groups[spec.group].add_argument(spec.on, dest=spec.field, action="store_true", help=argparse.SUPPRESS)
     return parser
+
+
+def _help_text(spec: FlagSpec) -> str:
+    values = f" ({spec.range})" if spec.range is not None and str(spec.range) else ""
+    return (spec.help + values).replace("%", "%%")
 
 
 def _metavar(spec: FlagSpec) -> Any:

@@ -7,9 +7,10 @@ name, one default and one help text. Torch is imported only when a dtype is aske
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from megatron.core.cli import derived, flag
+from megatron.core.ranges import Batch, NumRanks, Range
 
 if TYPE_CHECKING:
     import torch
@@ -19,21 +20,21 @@ if TYPE_CHECKING:
 class ParallelismConfig:
     """Model parallelism"""
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: NumRanks = 1
     """Ranks that share every weight matrix (TP). Divides the attention heads and the feed-forward width; keep a tensor
     group inside one node."""
 
-    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_size: NumRanks = 1
     """Stages that the layers are cut into (PP). Micro-batches flow through the stages one after the other."""
 
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions along the sequence too, which saves their memory at no
     extra communication. Needs --tensor-model-parallel-size > 1."""
 
-    context_parallel_size: int = 1
+    context_parallel_size: NumRanks = 1
     """Ranks that share every sequence (CP), for long contexts. --seq-length must be a multiple of twice this number."""
 
-    hierarchical_context_parallel_sizes: list[int] | None = None
+    hierarchical_context_parallel_sizes: list[NumRanks] | None = None
     """Inner and outer group size of two-level context parallelism; their product is --context-parallel-size."""
 
     cp_comm_type: list[Literal["p2p", "a2a", "allgather", "a2a+p2p"]] = flag(
@@ -41,14 +42,14 @@ class ParallelismConfig:
     )
     """How context-parallel ranks exchange keys and values: once for all layers, or one value per layer."""
 
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: NumRanks = 1
     """Ranks that share the experts of a layer (EP). They are taken from the data-parallel ranks: the world size is
     TP x PP x CP x DP, whatever EP is."""
 
-    expert_tensor_parallel_size: int | None = None
+    expert_tensor_parallel_size: NumRanks | None = None
     """Tensor-parallel ranks inside one expert; default: --tensor-model-parallel-size."""
 
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: Batch | None = None
     """Micro-batches that an interleaved schedule runs on one model chunk before it turns to the next; default: the
     number of pipeline stages."""
 
@@ -77,7 +78,7 @@ class ParallelismConfig:
     (wgrad), norms, the update of Adam. For runs that must go on with the kernels that they began with; apex is never
     used otherwise, even if it is installed."""
 
-    cross_entropy_chunk_tokens: int | None = flag("--cross-entropy-chunk-tokens")
+    cross_entropy_chunk_tokens: Annotated[int, Range(0, 2**31 - 1)] | None = flag("--cross-entropy-chunk-tokens")
     """Output layer and loss take this many tokens at a time, and the logits of all tokens never exist; backward
     computes a chunk's logits again (a third more work in the output layer). 0: as many tokens as give 256 MiB of logits
     per rank."""

@@ -13,6 +13,11 @@ from typing import Any
 
 from megatron.core.errors import UserError
 
+
+class LayoutError(UserError):
+    """A way of cutting a model into stages that cannot be read or met, and why."""
+
+
 ATTENTION_RATE = 0.65
 """Of the rate of matrix products, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192 tokens,
 forward and backward, beside 670 of products."""
@@ -60,7 +65,7 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
     """
     num_stages, num = len(smallest), len(costs)
     if num < sum(smallest):
-        raise UserError(f"{num} layers cannot fill {num_stages} pipeline stages")
+        raise LayoutError(f"{num} layers cannot fill {num_stages} pipeline stages")
     before = [0.0, *accumulate(costs)]
     mean = (before[-1] + front + back) / num_stages
     largest = math.ceil(num / max(num_stages - 1, 1)) + math.ceil(mean * num / max(before[-1], 1e-9))
@@ -71,8 +76,8 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
         later = sum(smallest[stage + 1 :])
         longer: dict[int, tuple[float, tuple[int, ...]]] = {}
         for used, (cost, counts) in best.items():
-            most = min(num - used - later, num if stage == num_stages - 1 else largest)
-            for count in range(smallest[stage], most + 1):
+            rest, is_last = num - used - later, stage == num_stages - 1
+            for count in range(rest if is_last else smallest[stage], (rest if is_last else min(rest, largest)) + 1):
                 total = cost + ((before[used + count] - before[used] + extra) / mean) ** _SHARPNESS
                 known = longer.get(used + count)
                 if known is None or total < known[0] * (1 - 1e-12):

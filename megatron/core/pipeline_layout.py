@@ -17,24 +17,31 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.cli import flag
-from megatron.core.errors import UserError
-from megatron.core.pipeline_balance import balanced_counts, half_costs, output_layer_cost, shared_out, slowest
+from megatron.core.pipeline_balance import (
+    LayoutError,
+    balanced_counts,
+    half_costs,
+    output_layer_cost,
+    shared_out,
+    slowest,
+)
+from megatron.core.ranges import Layers
 
 
 @dataclass(kw_only=True)
 class PipelineConfig:
     """Pipeline layout"""
 
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: Layers | None = None
     """Layers per chunk of an interleaved schedule."""
 
-    num_virtual_stages_per_pipeline_rank: int | None = None
+    num_virtual_stages_per_pipeline_rank: Layers | None = None
     """Chunks per rank of an interleaved schedule; instead of the flag above."""
 
-    decoder_first_pipeline_num_layers: int | None = None
+    decoder_first_pipeline_num_layers: Layers | None = None
     """Layers of the first pipeline rank, where it differs."""
 
-    decoder_last_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: Layers | None = None
     """Layers of the last pipeline rank, where it differs."""
 
     account_for_embedding_in_pipeline_split: bool = False
@@ -135,15 +142,15 @@ class StageContents:
 # ---- layout strings
 
 
-class LayoutError(UserError):
-    """What is wrong with a layout string, and where (a position counted from 1)."""
+_MAX_ENTRIES = 10_000
+_MAX_DEPTH = 50
 
 
 class _LayoutParser:
     """Recursive descent over ``item*``, item = (char | "(" items ")") ["*" number]; commas and blanks mean nothing."""
 
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.depth = text, 0, 0
 
     def fail(self, reason: str, at: int | None = None) -> LayoutError:
         return LayoutError(f"{reason} at position {(self.at if at is None else at) + 1} of {self.text!r}")
@@ -160,7 +167,11 @@ class _LayoutParser:
             begin = self.at
             if symbol == "(":
                 self.at += 1
+                self.depth += 1
+                if self.depth > _MAX_DEPTH:
+                    raise self.fail(f"more than {_MAX_DEPTH} parentheses in one another", begin)
                 item = self.items(")")
+                self.depth -= 1
             elif symbol and symbol in "EtafmL|":
                 self.at += 1
                 item = [(symbol, begin)]
@@ -168,9 +179,10 @@ class _LayoutParser:
                 raise self.fail("a parenthesis is not closed")
             else:
                 raise self.fail(f"{symbol!r} means nothing; E, t, a, f, m, L, | and parentheses do")
-            result += item * self.repetitions()
-            if len(result) > 100_000:
-                raise self.fail("more than 100000 entries", begin)
+            repetitions = self.repetitions()
+            if len(result) + len(item) * repetitions > _MAX_ENTRIES:
+                raise self.fail(f"more than {_MAX_ENTRIES} entries", begin)
+            result += item * repetitions
         self.at += 1
         return result
 
@@ -180,10 +192,12 @@ class _LayoutParser:
         self.at += 1
         self.peek()
         begin = self.at
-        while self.at < len(self.text) and self.text[self.at].isdecimal():
+        while self.at < len(self.text) and self.text[self.at] in "0123456789":
             self.at += 1
         if begin == self.at:
             raise self.fail("a number must follow *")
+        if self.at - begin > 9:
+            raise self.fail("too large a number follows *", begin)
         return int(self.text[begin : self.at])
 
 
@@ -261,17 +275,17 @@ def pipeline_stages(
     same.
 
     Raises:
-        ValueError: where the settings cannot be met; the rules refuse those before anything starts.
+        LayoutError: where the settings cannot be met; the rules refuse those before anything starts.
     """
     ranks, chunks = config.pipeline_model_parallel_size, virtual_pipeline_size(config)
     if config.pipeline_model_parallel_layout is not None:
         stages = parse_layout(config.pipeline_model_parallel_layout)
         if len(stages) % ranks:
-            raise UserError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
+            raise LayoutError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
         if (num := sum(stage.num_layers for stage in stages)) != config.num_layers:
-            raise UserError(f"the layout has {num:g} layers, the model {config.num_layers}")
+            raise LayoutError(f"the layout has {num:g} layers, the model {config.num_layers}")
         if not cuttable and (cut := next((stage for stage in stages if stage.cuts_layers), None)):
-            raise UserError(f"the layout has {cut} on stage {cut.stage}, but this model's layers cannot be cut")
+            raise LayoutError(f"the layout has {cut} on stage {cut.stage}, but this model's layers cannot be cut")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
         return _from_counts([2 * count for count in _given_ends(config, ranks, chunks)])
@@ -292,8 +306,8 @@ def _given_ends(config: PipelineShape, ranks: int, chunks: int) -> list[int]:
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
     rest = config.num_layers - (first or 0) - (last or 0)
     others = ranks - (first is not None) - (last is not None)
-    if rest < others * chunks or (others <= 0 and rest):
-        raise UserError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
+    if others < 0 or rest < others * chunks or (others == 0 and rest):
+        raise LayoutError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
     per_rank = shared_out(rest, others) if others else []
     per_rank = ([] if first is None else [first]) + per_rank + ([] if last is None else [last])
     per_chunk = [shared_out(count, chunks) for count in per_rank]
@@ -308,6 +322,8 @@ def _balanced(
     config: PipelineShape, num_stages: int, vocab_size: int | None, seq_length: int | None, cuttable: bool
 ) -> list[int]:
     """Half layers per stage."""
+    if num_stages > config.num_layers + 2:  # said before anything as long as that number is built
+        raise LayoutError(f"{config.num_layers} layers cannot fill {num_stages} pipeline stages")
     front = float(config.account_for_embedding_in_pipeline_split)
     back = float(config.account_for_loss_in_pipeline_split)
     smallest = [1] * num_stages

@@ -28,9 +28,9 @@ from megatron.core.errors import UserError
 from megatron.core.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 
 __all__ = [
-    "Chunk", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate", "Shard",
-    "XavierUniform", "Zeros", "global_name", "initialize_parameters", "is_counted_here", "local_chunk", "named_specs",
-    "parameter", "unique_parameter_count",
+    "AsBuilt", "Chunk", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate",
+    "Shard", "XavierUniform", "Zeros", "adopt_declarations", "global_name", "initialize_parameters",
+    "is_counted_here", "local_chunk", "named_specs", "parameter", "require_declarations", "unique_parameter_count",
 ]  # fmt: skip
 
 
@@ -56,7 +56,12 @@ class XavierUniform:
     """Uniform on +-sqrt(6 / (fan_in + fan_out)) of the whole global matrix (leading logical dims folded)."""
 
 
-Init = Zeros | Ones | Normal | XavierUniform
+@dataclass(frozen=True)
+class AsBuilt:
+    """What the module's own constructor set: not a function of the seed and the name."""
+
+
+Init = Zeros | Ones | Normal | XavierUniform | AsBuilt
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,63 @@ def spec_of(name: str, param: Tensor) -> ParameterSpec:
     return spec
 
 
+# ---- declarations in Megatron-LM's words, of modules of users' own
+
+
+def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
+    """Give parameters without a spec the one that Megatron-LM's attributes describe.
+
+    ``sequence_parallel = True``: the gradient is a partial sum over this tensor-parallel rank's positions;
+    ``sequence_parallel = False``: every rank computes the whole gradient; ``tensor_model_parallel = True`` with
+    ``partition_dim``: each rank holds an equal stretch of that dim. Nothing else is guessed.
+
+    Raises:
+        UserError: for a ``partition_dim`` that the parameter does not have, or a ``partition_stride`` other than 1.
+    """
+    for name, param in model.named_parameters():
+        if not hasattr(param, "spec"):
+            spec = _declared_by_attributes(name, param, groups)
+            if spec is not None:
+                param.spec = spec
+
+
+def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:
+    declared = vars(param)
+    partial = {"tp": Partial()} if declared.get("sequence_parallel") else {}
+    if not declared.get("tensor_model_parallel"):
+        if "sequence_parallel" not in declared:
+            return None
+        return ParameterSpec(tuple(param.shape), AsBuilt(), {}, partial, param.ndim, tuple(param.shape))
+    dim, stride = declared.get("partition_dim", -1), declared.get("partition_stride", 1)
+    if not 0 <= dim < param.ndim or stride != 1:
+        raise UserError(
+            f"parameter {name}: tensor_model_parallel with partition_dim {dim} and partition_stride {stride} does not "
+            f"say which part of a tensor each rank holds; give a dim from 0 to {param.ndim - 1} and the stride 1, or "
+            "create it with megatron.core.placement.parameter(..., tp=Shard(dim))"
+        )
+    shape = tuple(size * groups.tp.size if each == dim else size for each, size in enumerate(param.shape))
+    return ParameterSpec(shape, AsBuilt(), {"tp": Shard(dim)}, partial, param.ndim, shape)
+
+
+def require_declarations(model: nn.Module) -> None:
+    """UserError with every parameter of ``model`` that says nothing about its gradient: under sequence parallelism each
+    tensor-parallel rank sees its own positions, and whether the ranks' gradients must be added up cannot be guessed."""
+    undeclared = [
+        f"{prefix + '.' if prefix else ''}{name} ({type(module).__name__})"
+        for prefix, module in model.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if not hasattr(param, "spec")
+    ]
+    if undeclared:
+        shown = ", ".join(undeclared[:8]) + (f" and {len(undeclared) - 8} more" if len(undeclared) > 8 else "")
+        raise UserError(
+            f"--sequence-parallel: nothing says how tensor-parallel ranks share {shown}. Create such a parameter with "
+            "megatron.core.placement.parameter(shape, init=..., partial=('tp',)) where it works on this rank's "
+            "positions alone (a norm), without partial where every rank computes its whole gradient; or set its "
+            "attribute sequence_parallel to True or False, as Megatron-LM's modules do"
+        )
+
+
 def unique_parameter_count(model: nn.Module) -> int:
     """Parameters of the global tensors that this model (chunk) holds a part of; copies of tied ones do not count."""
     return sum(spec.numel for _, _, spec in named_specs(model) if spec.tied_to is None)
@@ -269,7 +331,7 @@ def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups | N
 def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:
     """Write initial values into the local shard; padding stays zero."""
     chunk = local_chunk(spec, groups)
-    if 0 in chunk.lengths:
+    if 0 in chunk.lengths or isinstance(spec.init, AsBuilt):
         return
     target = local_view(param, spec, groups)
     if isinstance(spec.init, Zeros | Ones):

@@ -11,7 +11,6 @@ import dataclasses
 import importlib.util
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,10 @@ from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.config.retired import RENAMED, RETIRED, modernize
 from megatron.training.endings import tell_launcher
+from megatron.training.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
+from megatron.training.rules_common import impossible_values
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def parse_args(
         extras.parser.print_help()
         raise SystemExit(0)
     found, problems = cli.segments(argv)
+    problems += environment_problems()
     known = {*cli.flag_table(specs), *extras.names}
     found, notices, refused = modernize(found, known)
     ours = [segment for segment in found if segment.name not in extras.names]
@@ -84,7 +86,7 @@ def parse_args(
     cfg = PretrainConfig(**merged, explicit=frozenset(explicit), extra=extra, needs_data=needs_data)
     if problems:
         raise ConfigError(problems + _further_problems(cfg, problems))
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_rank():
         for notice in notices:
             logger.warning(notice)
     return cfg
@@ -98,10 +100,12 @@ def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     """
     if cfg.dry_run:
         world_size = cfg.dry_run_world_size or max(world_size, smallest_world_size(cfg))
+    if problems := impossible_values(cfg):
+        raise ConfigError(problems)
     resolved = resolve(cfg, world_size)
     if problems := check(resolved):
         raise ConfigError(problems)
-    for name in ("transformer_impl", "distributed_backend", "split"):
+    for name in ("distributed_backend", "split"):
         if name not in cfg.explicit and getattr(cfg, name) != getattr(resolved, name):
             logger.info("%s: %s (chosen, as it was not given)", name, getattr(resolved, name))
     for name in ("sequence_parallel", "tp_comm_overlap"):
@@ -120,7 +124,7 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
         yield
     except ConfigError as error:
         tell_launcher(str(error))
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             raise SystemExit(2) from None
         cli.report_and_exit(error, prog)
 
@@ -176,10 +180,7 @@ def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
 def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
     """What the rules say about the settings that could be read, except about flags that could not."""
     misread = {problem.flag for problem in problems}
-    try:
-        found = check(resolve(cfg, int(os.environ.get("WORLD_SIZE", "0")) or smallest_world_size(cfg)))
-    except (ValueError, TypeError, ArithmeticError):  # half-read settings need not make sense
-        return []
+    found = check(resolve(cfg, launched_world_size() or smallest_world_size(cfg)))
     return [problem for problem in found if problem.flag not in misread]
 
 

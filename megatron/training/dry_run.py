@@ -6,64 +6,30 @@ Torch-free. Parameter counts are exact; memory: ``memory_estimate.py``.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core import batch_schedule as batch_sizes
 from megatron.core import optimizer_param_scheduler as schedules
+from megatron.core.models.common.flops import layer_parameters, num_parameters
 from megatron.training.arguments import validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.memory_estimate import memory_rows
+from megatron.training.launcher import is_first_rank, launched_world_size
+from megatron.training.memory_estimate import memory_rows, stored_vocabulary
 from megatron.training.pipeline_report import pipeline_rows
 
 
-def padded_vocab_size(cfg: PretrainConfig, vocab_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to --make-vocab-size-divisible-by."""
-    multiple = cfg.make_vocab_size_divisible_by
-    return -(-vocab_size // multiple) * multiple
+def parameters_of(cfg: PretrainConfig, vocab_size: int) -> int:
+    """Parameters of the whole model, as the self-check of a run counts them; a tied output layer counts once.
 
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """Parameters of the whole model."""
-
-    embedding: int
-    positions: int
-    per_layer: int
-    num_layers: int
-    final_norm: int
-    output: int
-
-    @property
-    def total(self) -> int:
-        """All of them; a tied output layer counts once."""
-        return self.embedding + self.positions + self.per_layer * self.num_layers + self.final_norm + self.output
-
-
-def count_parameters(cfg: PretrainConfig, vocab_size: int) -> ParameterCount:
-    """Closed form of a dense GPT; ``vocab_size`` before padding."""
-    hidden, ffn, channels = cfg.hidden_size, cfg.ffn_hidden_size, cfg.kv_channels
-    heads, groups = cfg.num_attention_heads, cfg.num_query_groups
-    per_norm = 2 if cfg.normalization == "LayerNorm" else 1
-    gated = 2 if cfg.swiglu or cfg.quick_geglu else 1
-    qkv, bias = (heads + 2 * groups) * channels, int(cfg.add_bias_linear)
-    attention = hidden * qkv + heads * channels * hidden + bias * hidden
-    attention += qkv * int(cfg.add_bias_linear or cfg.add_qkv_bias)
-    attention += 2 * per_norm * channels if cfg.qk_layernorm else 0
-    mlp = hidden * ffn * gated + ffn * hidden + bias * (ffn * gated + hidden)
-    embedding = padded_vocab_size(cfg, vocab_size) * hidden
-    learned = cfg.position_embedding_type == "learned_absolute"
-    return ParameterCount(
-        embedding=embedding,
-        positions=cfg.max_position_embeddings * hidden if learned else 0,
-        per_layer=attention + mlp + 2 * per_norm * hidden,
-        num_layers=cfg.num_layers,
-        final_norm=per_norm * hidden,
-        output=embedding if cfg.untie_embeddings_and_output_weights else 0,
-    )
+    ``vocab_size``: without padding, or with it for what is stored.
+    """
+    return num_parameters(
+        cfg, vocab_size=vocab_size, max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=cfg.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+    )  # fmt: skip
 
 
 def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
@@ -96,8 +62,8 @@ def preflight(cfg: PretrainConfig) -> bool:
     """
     if cfg.use_checkpoint_args:
         return False  # the checkpoint's settings are not known yet
-    resolved = validate_args(cfg, int(os.environ.get("WORLD_SIZE", "1")))
-    if cfg.dry_run and os.environ.get("RANK", "0") == "0":
+    resolved = validate_args(cfg, launched_world_size() or 1)
+    if cfg.dry_run and is_first_rank():
         sys.stdout.write(dry_run_report(resolved))
     return cfg.dry_run
 
@@ -119,6 +85,8 @@ def dry_run_report(cfg: PretrainConfig) -> str:
     return "\n".join([*lines, "the settings are consistent; nothing was started", ""])
 
 
+_AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+
 Rows = Iterator[tuple[str, Any]]
 
 
@@ -127,7 +95,7 @@ def _layout(cfg: PretrainConfig) -> Rows:
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
     yield "expert-parallel ranks", f"{cfg.expert_model_parallel_size}, taken from the data-parallel ones"
-    yield "rank order", "tensor, context, expert, data, pipeline (fastest first)"
+    yield "rank order", f"{', '.join(_AXES[axis] for axis in cfg.rank_order.split('-'))} (fastest first)"
     apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
     layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"
     yield "backend", f"{cfg.distributed_backend}, {layers}"
@@ -140,10 +108,12 @@ def _model(cfg: PretrainConfig) -> Rows:
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
     else:
-        yield "vocabulary", f"{vocab_size} ({source}), padded to {padded_vocab_size(cfg, vocab_size)}"
-    count = count_parameters(cfg, vocab_size or 0)
+        yield "vocabulary", f"{vocab_size} ({source}), padded to {stored_vocabulary(cfg, vocab_size)}"
     without = "" if vocab_size else " without the embedding"
-    yield "parameters", f"{count.total:,}{without}, of which {count.per_layer:,} per layer"
+    count = parameters_of(cfg, vocab_size or 0)
+    padding = parameters_of(cfg, stored_vocabulary(cfg, vocab_size or 0)) - count
+    stored = f"; {padding:,} more of padding" if padding else ""
+    yield "parameters", f"{count:,}{without}, of which {layer_parameters(cfg):,} per layer{stored}"
 
 
 def _batches(cfg: PretrainConfig) -> Rows:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_layout import virtual_pipeline_size
-from megatron.core.process_groups import DEFAULT_ORDER, ProcessGroups
+from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
-        order="tp-cp-ep-pp-dp" if cfg.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        order=cfg.rank_order,
         nccl_communicator_config_path=cfg.nccl_communicator_config_path,
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,
         num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,

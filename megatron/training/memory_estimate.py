@@ -21,7 +21,7 @@ from megatron.core.buffer_layout import bucket_alignment, chosen_bucket_size, cu
 from megatron.core.pipeline_layout import Half, StageContents, layers_of
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.pipeline_report import microbatches_of, schedule_of, stages_of
+from megatron.training.pipeline_report import enough_microbatches, schedule_of, stages_of
 
 Shape = tuple[int, ...]
 
@@ -48,7 +48,7 @@ def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     """One row per pipeline rank; ``vocab_size`` before padding (0: unknown, counted as nothing)."""
     ranks = cfg.pipeline_model_parallel_size
     stages = stages_of(cfg, vocab_size or None)
-    schedule = schedule_of(cfg, microbatches_of(cfg))
+    schedule = schedule_of(cfg, enough_microbatches(cfg))
     kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, stages[stage], vocab_size)))
     return [_rank_memory(cfg, stages[rank::ranks], vocab_size, int(kept[rank])) for rank in range(ranks)]
 
@@ -334,4 +334,4 @@ def memory_rows(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str
 
 def microbatches_alive(cfg: PretrainConfig) -> list[float]:
     """Per pipeline rank, the most (chunk, micro-batch) pairs between their forward and backward passes."""
-    return peak_activations(schedule_of(cfg, microbatches_of(cfg)))
+    return peak_activations(schedule_of(cfg, enough_microbatches(cfg)))

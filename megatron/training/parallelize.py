@@ -21,6 +21,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.models.backends import describe_choices
 from megatron.core.pipeline_layout import virtual_pipeline_size
+from megatron.core.placement import adopt_declarations, require_declarations
 from megatron.core.process_groups import ProcessGroups
 from megatron.core.transformer.transformer_block import LayerList
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -31,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(task: Task, device: torch.device) -> list[nn.Module]:
-    """The task's model chunks on ``device``: one, or with virtual pipeline stages several."""
+    """The task's model chunks on ``device``: one, or with virtual pipeline stages several.
+
+    UserError where ranks split sequences and a module's parameter does not say whether its gradient must be added up.
+    """
     pp, num_chunks = parallel_state.get_process_groups().pp, virtual_pipeline_size(task.cfg)
     takes_stage = "vp_stage" in inspect.signature(task.model_provider).parameters
     chunks = []
@@ -42,6 +46,10 @@ def build_model(task: Task, device: torch.device) -> list[nn.Module]:
                 pre_process=pp.is_first and chunk == 0, post_process=pp.is_last and chunk == num_chunks - 1, **stage
             )
         chunks.append(model.to(device))
+    for model in chunks:
+        adopt_declarations(model, parallel_state.get_process_groups())
+        if task.cfg.sequence_parallel:
+            require_declarations(model)
     return chunks
 
 

@@ -56,6 +56,34 @@ def microbatches_of(cfg: PretrainConfig) -> int:
     return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
 
 
+def _round_of(cfg: PretrainConfig) -> int:
+    """Micro-batches after which the middle of a schedule repeats itself."""
+    return cfg.microbatch_group_size_per_virtual_pipeline_stage or cfg.pipeline_model_parallel_size
+
+
+def enough_microbatches(cfg: PretrainConfig) -> int:
+    """At most as many micro-batches as a global batch has, with the same peaks: a longer schedule only repeats its
+    middle, and a simulation of a batch of millions would take minutes."""
+    number, ranks = microbatches_of(cfg), cfg.pipeline_model_parallel_size
+    if ranks == 1:
+        return 1
+    whole = -(-3 * max(_round_of(cfg), ranks) // _round_of(cfg)) * _round_of(cfg)
+    return number if number < 2 * whole else whole + number % _round_of(cfg)
+
+
+def bubble_of(cfg: PretrainConfig, vocab_size: int | None) -> float:
+    """Share of the ranks' time in which they wait; of long schedules from one round's time in the middle."""
+    number, few = microbatches_of(cfg), enough_microbatches(cfg)
+    timeline = timeline_of(cfg, few, vocab_size)
+    if few == number:
+        return timeline.bubble
+    a_round = timeline.duration - timeline_of(cfg, few - _round_of(cfg), vocab_size).duration
+    duration = timeline.duration + a_round * (number - few) / _round_of(cfg)
+    ranks = timeline.schedule.num_ranks
+    busy = sum(timeline.busy(rank) for rank in range(ranks)) * number / few
+    return 1 - busy / (duration * ranks)
+
+
 def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:
     """Per rank, the most (layer, micro-batch) activations alive at once."""
     stages = stages_of(cfg, vocab_size)
@@ -70,9 +98,8 @@ def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple
     stages = stages_of(cfg, vocab_size)
     for rank in range(ranks):
         yield f"pipeline rank {rank}", "; ".join(str(stage) for stage in stages[rank::ranks])
-    timeline = timeline_of(cfg, microbatches_of(cfg), vocab_size)
-    schedule = timeline.schedule
-    yield "schedule", f"{schedule.name}, {schedule.num_chunks} per rank, {schedule.num_microbatches} micro-batches"
-    yield "bubble", f"{timeline.bubble:.1%} of the time, by FLOPs, without communication"
+    schedule = schedule_of(cfg, enough_microbatches(cfg))
+    yield "schedule", f"{schedule.name}, {schedule.num_chunks} per rank, {microbatches_of(cfg)} micro-batches"
+    yield "bubble", f"{bubble_of(cfg, vocab_size):.1%} of the time, by FLOPs, without communication"
     peaks = ", ".join(f"{peak:g}" for peak in peak_layers(cfg, schedule, vocab_size))
     yield "layers x micro-batches alive", f"at most {peaks} by rank"

@@ -42,9 +42,7 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
 def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
     """Who computes and who communicates, where that was not said."""
     values: dict[str, Any] = {}
-    if "transformer_impl" not in cfg.explicit:
-        values["transformer_impl"] = "local"
-    if "distributed_backend" not in cfg.explicit:
+    if cfg.distributed_backend is None:
         values["distributed_backend"] = "nccl" if gpus else "gloo"
     if cfg.recompute_activations and cfg.recompute_granularity is None:
         values["recompute_granularity"] = "selective"
@@ -106,8 +104,8 @@ def _batches(cfg: PretrainConfig) -> dict[str, Any]:
     if size is None and cfg.step_batch_size_schedule and cfg.seq_length:
         try:
             size = batch_sizes.parse_step_schedule(cfg.step_batch_size_schedule, cfg.seq_length)[-1].size
-        except ValueError:
-            size = None  # a rule repeats what is wrong with it
+        except batch_sizes.ScheduleError:
+            size = None  # a rule says what is wrong with it
     elif size is None and cfg.micro_batch_size:
         size = cfg.micro_batch_size * data_parallel_size
     values["global_batch_size"] = size
@@ -142,7 +140,11 @@ def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _iterations(cfg: PretrainConfig, samples: int) -> int | None:
+    """None where a batch size is unreadable or too small for the ranks, which rules name."""
     try:
-        return batch_sizes.train_iters_from_samples(cfg, samples, cfg.data_parallel_size)
-    except (ValueError, ArithmeticError):
-        return None  # a rule names the batch size that does not fit
+        plateaus = batch_sizes.batch_size_plateaus(cfg)
+    except batch_sizes.ScheduleError:
+        return None
+    if min(plateau.size for plateau in plateaus) < cfg.micro_batch_size * cfg.data_parallel_size:
+        return None
+    return batch_sizes.train_iters_from_samples(cfg, samples, cfg.data_parallel_size)

@@ -13,7 +13,7 @@ from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.resolve import gpu_present
-from megatron.training.rules_common import Rule, at_least, problem
+from megatron.training.rules_common import Rule, problem
 
 Problems = Iterator[Problem]
 
@@ -146,7 +146,6 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, f"records a micro-batch, but here it {reason}", "leave one of the two out")
     if not gpu_present() and not cfg.dry_run:
         yield problem(cfg, field, "records what NVIDIA GPUs do, and there is none", "leave it out")
-    yield from at_least(cfg, 1, "cuda_graph_warmup_steps")
 
 
 RULES: tuple[Rule, ...] = (

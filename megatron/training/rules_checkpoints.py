@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, problem
+from megatron.training.rules_common import Rule, problem
 
 Problems = Iterator[Problem]
 
@@ -35,8 +35,4 @@ def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "leave one out")
 
 
-def failed_saves_are_counted_from_one(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 1, "max_failed_saves")
-
-
-RULES: tuple[Rule, ...] = (paths_are_not_empty, starting_over_is_no_resuming, failed_saves_are_counted_from_one)
+RULES: tuple[Rule, ...] = (paths_are_not_empty, starting_over_is_no_resuming)

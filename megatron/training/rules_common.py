@@ -23,6 +23,18 @@ def problem(cfg: PretrainConfig, field: str, reason: str, fix: str = "") -> Prob
     return Problem(name, reason, fix=fix) if is_bool or value is None else Problem(name, reason, value, fix)
 
 
+def impossible_values(cfg: PretrainConfig) -> list[Problem]:
+    """Values outside of their flag's range or form; of settings that a program made, since text is checked when it is
+    read."""
+    found = []
+    for spec in flags_of(*GROUPS):
+        value = getattr(cfg, spec.field)
+        reason = spec.refusal(value)
+        if reason:
+            found.append(problem(cfg, spec.field, reason))
+    return found
+
+
 EXAMPLES = {
     "num_layers": "12",
     "hidden_size": "768",
@@ -49,11 +61,3 @@ def missing(field: str, reason: str = "is required", fix: str = "") -> Problem:
 def names_of(*fields: str) -> str:
     """Flags of these fields, joined by commas."""
     return ", ".join(_names()[field][0] for field in fields)
-
-
-def at_least(cfg: PretrainConfig, low: float, *fields: str) -> Iterator[Problem]:
-    """A problem for each of the fields that is set and smaller than ``low``."""
-    for field in fields:
-        value = getattr(cfg, field)
-        if value is not None and value < low:
-            yield problem(cfg, field, f"must be at least {low}")

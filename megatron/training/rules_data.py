@@ -6,8 +6,9 @@ import os
 from collections.abc import Iterator
 
 from megatron.core.cli import Problem
+from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, missing, names_of, problem
+from megatron.training.rules_common import Rule, missing, names_of, problem
 
 Problems = Iterator[Problem]
 
@@ -47,26 +48,10 @@ def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
         yield missing("train_data_path", f"is required with {names_of(given[0])}")
 
 
-def parse_split(text: str) -> list[float]:
-    """``"949,50,1"`` -> three shares; stray quotes and spaces are tolerated. ``ValueError`` with the reason."""
-    parts = [part for part in text.strip("'\" ").replace("/", ",").split(",") if part.strip("'\" ")]
-    try:
-        shares = [float(part.strip("'\" ")) for part in parts]
-    except ValueError:
-        raise ValueError("must be up to three numbers such as 949,50,1") from None
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) <= 0:
-        raise ValueError("must be up to three numbers, none negative and not all 0, such as 949,50,1")
-    return shares + [0.0] * (3 - len(shares))
-
-
 def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
     if cfg.split is None:
         return
-    try:
-        train, valid, _ = parse_split(cfg.split)
-    except ValueError as error:
-        yield problem(cfg, "split", str(error))
-        return
+    train, valid, _ = parse_split(cfg.split)
     if not train and not cfg.skip_train:
         yield problem(cfg, "split", "leaves no training data")
     if not valid and cfg.eval_interval and cfg.eval_iters:
@@ -102,9 +87,7 @@ def lengths_agree(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
 
 
-def loader_numbers_make_sense(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 0, "num_workers", "mid_level_dataset_surplus", "vocab_extra_ids")
-    yield from at_least(cfg, 1, "num_dataset_builder_threads")
+def mock_data_comes_from_the_loader(cfg: PretrainConfig) -> Problems:
     if cfg.mock_data and cfg.dataloader_type == "external":
         yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "leave one out")
 
@@ -117,5 +100,5 @@ RULES: tuple[Rule, ...] = (
     tokenizer_is_complete,
     named_files_exist,
     lengths_agree,
-    loader_numbers_make_sense,
+    mock_data_comes_from_the_loader,
 )

@@ -6,19 +6,18 @@ from collections.abc import Iterator
 
 from megatron.core.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, problem
+from megatron.training.rules_common import Rule, problem
+from megatron.training.rules_layout import common_divisors
 
 Problems = Iterator[Problem]
 
 
 def buckets_have_one_size(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 1, "ddp_num_buckets")
     if cfg.ddp_num_buckets is not None and cfg.ddp_bucket_size is not None:
         yield problem(cfg, "ddp_num_buckets", "contradicts --ddp-bucket-size", "give one of the two")
 
 
 def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 1, "num_distributed_optimizer_instances")
     instances, ranks = cfg.num_distributed_optimizer_instances, cfg.data_parallel_size * cfg.context_parallel_size
     if instances <= 1:
         return
@@ -26,7 +25,7 @@ def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
         reason = "there is nothing sharded to have several copies of"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, "add --use-distributed-optimizer")
     if ranks % instances:
-        fitting = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        fitting = common_divisors(ranks)
         reason = f"does not divide the {ranks} ranks of data and context parallelism"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, f"one of {fitting}")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 
 from megatron.core.cli import Problem
 from megatron.core.transformer.memory_config import RECOMPUTED_MODULES
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, missing, problem
+from megatron.training.rules_common import Rule, missing, problem
 
 Problems = Iterator[Problem]
 
@@ -21,8 +22,10 @@ def nearest_multiples(value: int, divisor: int) -> str:
 
 def common_divisors(*values: int) -> str:
     """The numbers that divide all of ``values``, for a fix."""
-    shared = [str(size) for size in range(1, min(values) + 1) if all(value % size == 0 for value in values)]
-    return ", ".join(shared[:12])
+    largest = math.gcd(*values)
+    small = [size for size in range(1, math.isqrt(largest) + 1) if largest % size == 0]
+    shared = sorted({*small, *(largest // size for size in small)})
+    return ", ".join(map(str, shared[:12]))
 
 
 def ranks_fill_whole_replicas(cfg: PretrainConfig) -> Problems:
@@ -89,7 +92,6 @@ def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
             yield missing(field, "is required by --recompute-granularity full")
         if granularity != "full" and given:
             yield problem(cfg, field, "counts only with --recompute-granularity full")
-    yield from at_least(cfg, 1, "recompute_num_layers")
     if cfg.recompute_activations and granularity == "full":
         yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from megatron.core.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, missing, problem
+from megatron.training.rules_common import Rule, missing, problem
 
 Problems = Iterator[Problem]
 
@@ -19,15 +19,6 @@ def architecture_is_given(cfg: PretrainConfig) -> Problems:
             yield missing(field)
     if cfg.seq_length is None:
         yield missing("seq_length")
-
-
-def sizes_are_positive(cfg: PretrainConfig) -> Problems:
-    yield from at_least(
-        cfg, 1, "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size",
-        "kv_channels", "seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "vocab_size",
-        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-        "expert_model_parallel_size", "rotary_base", "num_experts",
-    )  # fmt: skip
 
 
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
@@ -70,9 +61,7 @@ def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_channels_are_whole_pairs(cfg: PretrainConfig) -> Problems:
-    if not 0 < cfg.rotary_percent <= 1:
-        yield problem(cfg, "rotary_percent", "must be more than 0 and at most 1")
-    elif cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels:
+    if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels:
         channels = int(cfg.kv_channels * cfg.rotary_percent)
         if channels % 2 or not channels:
             reason = f"rotates {channels} of {cfg.kv_channels} channels per head, which is not a number of pairs"
@@ -99,19 +88,6 @@ def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "window_attn_skip_freq", "counts only with --window-size", "add --window-size LEFT,0")
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "window_attn_skip_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
-    if isinstance(pattern, int) and pattern < 1:
-        yield problem(cfg, "window_attn_skip_freq", "must be at least 1")
-
-
-def probabilities_are_probabilities(cfg: PretrainConfig) -> Problems:
-    for field in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= getattr(cfg, field) < 1:
-            yield problem(cfg, field, "must be at least 0 and less than 1")
-    yield from at_least(cfg, 0, "init_method_std", "embedding_init_method_std", "norm_epsilon")
-
-
-def chunks_hold_tokens(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 0, "cross_entropy_chunk_tokens")
 
 
 def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
@@ -128,7 +104,6 @@ def loss_scaling_is_for_fp16(cfg: PretrainConfig) -> Problems:
     for field in ("loss_scale", "fp16_lm_cross_entropy"):
         if getattr(cfg, field) and not cfg.fp16:
             yield problem(cfg, field, "counts only with --fp16", "leave it out")
-    yield from at_least(cfg, 1, "hysteresis", "loss_scale_window")
     if cfg.min_loss_scale > cfg.initial_loss_scale:
         yield problem(cfg, "min_loss_scale", f"is larger than --initial-loss-scale {cfg.initial_loss_scale}")
 
@@ -164,7 +139,6 @@ def latent_attention_excludes_groups(cfg: PretrainConfig) -> Problems:
 
 RULES: tuple[Rule, ...] = (
     architecture_is_given,
-    sizes_are_positive,
     heads_divide_the_width,
     query_groups_divide_the_heads,
     positions_cover_the_sequence,
@@ -174,8 +148,6 @@ RULES: tuple[Rule, ...] = (
     yarn_knows_its_original_context,
     one_activation_is_chosen,
     window_settings_belong_together,
-    probabilities_are_probabilities,
-    chunks_hold_tokens,
     one_query_key_norm_is_chosen,
     one_precision_is_chosen,
     loss_scaling_is_for_fp16,

@@ -8,7 +8,7 @@ from megatron.core import batch_schedule as batch_sizes
 from megatron.core.cli import Problem
 from megatron.core.pipeline_layout import LayoutError, parse_layout, pipeline_stages, virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, names_of, problem
+from megatron.training.rules_common import Rule, names_of, problem
 
 Problems = Iterator[Problem]
 
@@ -25,10 +25,6 @@ _FAMILIES = (
 _CHUNKS = (
     "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
 )  # fmt: skip
-
-
-def pipeline_sizes_are_positive(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 1, *_SIZES)
 
 
 def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
@@ -77,14 +73,13 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
 
 
 def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
-    """The rules above have had their say about layout strings and sizes below 1."""
+    """The rule above has had its say about layout strings."""
     ranks = cfg.pipeline_model_parallel_size
-    positive = all(getattr(cfg, field) is None or getattr(cfg, field) >= 1 for field in (*_SIZES, "num_layers"))
-    if not cfg.num_layers or not positive or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
+    if not cfg.num_layers or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
         return
     try:
         pipeline_stages(cfg)
-    except ValueError as error:
+    except LayoutError as error:
         chunks = virtual_pipeline_size(cfg)
         stages = f"{ranks} x {chunks} = {ranks * chunks}" if chunks > 1 else str(ranks)
         fix = f"at least {ranks * chunks} layers for {stages} stages, or fewer stages"
@@ -92,12 +87,12 @@ def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
 
 
 def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
-    if cfg.pipeline_model_parallel_size < 2 or any((getattr(cfg, field) or 1) < 1 for field in _SIZES):
+    if cfg.pipeline_model_parallel_size < 2 or not cfg.num_layers:
         return
     try:
         chunks = virtual_pipeline_size(cfg)
-    except (ValueError, TypeError):
-        return  # another rule says what is wrong
+    except LayoutError:
+        return  # layout_string_is_well_formed says what is wrong
     if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
         fix = "interleaved or zero-bubble instead, or leave it out"
         yield problem(cfg, "pipeline_schedule", f"takes one chunk per rank, not {chunks}", fix)
@@ -126,15 +121,17 @@ def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
 
 
 def _most_microbatches(cfg: PretrainConfig) -> int | None:
+    """None where batch sizes are missing or unreadable, which other rules name."""
+    if not cfg.micro_batch_size or not cfg.seq_length:
+        return None
     try:
         sizes = [plateau.size for plateau in batch_sizes.batch_size_plateaus(cfg)]
-    except (ValueError, ArithmeticError, TypeError):
-        return None  # another rule says what is wrong with the batch sizes
-    return max(sizes) // (cfg.micro_batch_size * cfg.data_parallel_size) if sizes else None
+    except batch_sizes.ScheduleError:
+        return None
+    return max(sizes) // (cfg.micro_batch_size * cfg.data_parallel_size)
 
 
 RULES: tuple[Rule, ...] = (
-    pipeline_sizes_are_positive,
     one_way_of_splitting_layers_is_chosen,
     pipeline_settings_need_a_pipeline,
     layout_string_is_well_formed,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron.core import batch_schedule as batch_sizes
 from megatron.core.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules_common import Rule, at_least, missing, names_of, problem
+from megatron.training.rules_common import Rule, missing, names_of, problem
 
 Problems = Iterator[Problem]
 
@@ -15,16 +15,6 @@ Problems = Iterator[Problem]
 def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
     if cfg.micro_batch_size is None:
         yield missing("micro_batch_size")
-    yield from at_least(
-        cfg, 1, "micro_batch_size", "global_batch_size", "eval_micro_batch_size", "eval_global_batch_size",
-        "train_samples", "eval_interval", "save_interval", "save_retain_interval", "log_interval",
-        "tensorboard_log_interval", "tensorboard_queue_size", "exit_interval", "exit_duration_in_mins",
-        "log_memory_interval", "train_sync_interval", "check_replicas",
-        "distributed_timeout_minutes", "distributed_timeout_seconds_after_init", "ddp_bucket_size",
-    )  # fmt: skip
-    yield from at_least(
-        cfg, 0, "eval_iters", "manual_gc_interval", "start_eval_at_iter", "ckpt_step", "profile_step_start"
-    )
 
 
 def global_batch_divides(cfg: PretrainConfig) -> Problems:
@@ -33,16 +23,15 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
     if clash:
         fields = names_of(*sorted(clash))
         yield problem(cfg, "step_batch_size_schedule", f"contradicts {fields}", "its last size is the final one")
-    if not cfg.micro_batch_size or cfg.micro_batch_size < 1 or not cfg.seq_length or clash:
+    if not cfg.micro_batch_size or not cfg.seq_length or clash:
         return
     if not cfg.global_batch_size and not cfg.step_batch_size_schedule:
         return
     source = "step_batch_size_schedule" if cfg.step_batch_size_schedule else "rampup_batch_size"
     try:
         plateaus = batch_sizes.batch_size_plateaus(cfg)
-    except ValueError as error:
-        reason = str(error).partition(": ")[2]  # behind the flag and its value
-        yield problem(cfg, source, reason or str(error))
+    except batch_sizes.ScheduleError as error:
+        yield problem(cfg, source, error.reason)
         return
     unit = cfg.micro_batch_size * cfg.data_parallel_size
     for size in dict.fromkeys(plateau.size for plateau in plateaus):
@@ -55,7 +44,7 @@ def global_batch_divides(cfg: PretrainConfig) -> Problems:
 
 def evaluation_batch_divides(cfg: PretrainConfig) -> Problems:
     size, micro = cfg.eval_global_batch_size, cfg.eval_micro_batch_size
-    if not {"eval_global_batch_size", "eval_micro_batch_size"} & cfg.explicit or not size or not micro or micro < 1:
+    if not {"eval_global_batch_size", "eval_micro_batch_size"} & cfg.explicit or not size or not micro:
         return
     unit = micro * cfg.data_parallel_size
     if size % unit:
@@ -79,8 +68,8 @@ def duration_is_given_once(cfg: PretrainConfig) -> Problems:
         yield missing("train_iters", "this or --train-samples is required", "--skip-train only evaluates")
     if cfg.train_samples is not None and cfg.train_iters == 0 and not cfg.skip_train:
         yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.global_batch_size}")
-    if "train_iters" in cfg.explicit and not cfg.skip_train:
-        yield from at_least(cfg, 1, "train_iters")
+    if "train_iters" in cfg.explicit and not cfg.skip_train and cfg.train_iters < 1:
+        yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
 
 
 def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
@@ -101,27 +90,23 @@ def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
         if not cfg.skip_train:
             yield missing("lr")
         return
-    if cfg.lr <= 0:
-        yield problem(cfg, "lr", "must be positive")
-    elif not 0 <= cfg.min_lr <= cfg.lr:
+    if cfg.min_lr > cfg.lr:
         yield problem(cfg, "min_lr", f"must be between 0 and --lr {cfg.lr}")
-    if cfg.lr > 0 and not 0 <= cfg.lr_warmup_init <= cfg.lr:
+    if cfg.lr_warmup_init > cfg.lr:
         yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {cfg.lr}")
     if cfg.decoupled_min_lr is not None and cfg.decoupled_lr is None:
         yield problem(cfg, "decoupled_min_lr", "counts only with --decoupled-lr")
+    elif cfg.decoupled_min_lr is not None and cfg.decoupled_min_lr > cfg.decoupled_lr:
+        yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.decoupled_lr}")
 
 
 def warmup_is_shorter_than_the_decay(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 0, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
-    yield from at_least(cfg, 1, "lr_decay_iters", "lr_decay_samples")
     unit = "samples" if cfg.train_samples is not None else "iters"
     warmup, decay = getattr(cfg, f"lr_warmup_{unit}"), getattr(cfg, f"lr_decay_{unit}")
     if cfg.lr_warmup_fraction is not None:
         for field in ("lr_warmup_iters", "lr_warmup_samples"):
             if getattr(cfg, field):
                 yield problem(cfg, field, "contradicts --lr-warmup-fraction", "give one of the two")
-        if cfg.lr_warmup_fraction >= 1:
-            yield problem(cfg, "lr_warmup_fraction", "must be less than 1")
     elif decay and warmup >= decay:
         reason = f"must be less than the decay length of {decay} {unit}"
         yield problem(cfg, f"lr_warmup_{unit}", reason, f"or give a larger --lr-decay-{unit}")
@@ -160,11 +145,7 @@ def stored_schedule_has_one_fate(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "override_opt_param_scheduler", reason, "choose one of the two")
 
 
-def optimizer_numbers_make_sense(cfg: PretrainConfig) -> Problems:
-    yield from at_least(cfg, 0, "weight_decay", "clip_grad", "adam_eps", "sgd_momentum")
-    for field in ("adam_beta1", "adam_beta2"):
-        if not 0 <= getattr(cfg, field) < 1:
-            yield problem(cfg, field, "must be at least 0 and less than 1")
+def weights_are_gathered_where_gradients_overlap(cfg: PretrainConfig) -> Problems:
     if cfg.overlap_param_gather and not (cfg.use_distributed_optimizer and cfg.overlap_grad_reduce):
         yield problem(cfg, "overlap_param_gather", "needs --use-distributed-optimizer and --overlap-grad-reduce")
 
@@ -191,11 +172,6 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
     if cfg.main_grads_dtype == "bf16" and not cfg.grad_reduce_in_bf16:
         reason = "gradients are read in the format in which they are added up"
         yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
-
-
-def skipped_iterations_exist(cfg: PretrainConfig) -> Problems:
-    if any(iteration < 1 for iteration in cfg.iterations_to_skip):
-        yield problem(cfg, "iterations_to_skip", "iterations count from 1")
 
 
 def saving_is_complete(cfg: PretrainConfig) -> Problems:
@@ -254,9 +230,8 @@ RULES: tuple[Rule, ...] = (
     wsd_knows_its_decay,
     weight_decay_ramp_is_complete,
     stored_schedule_has_one_fate,
-    optimizer_numbers_make_sense,
+    weights_are_gathered_where_gradients_overlap,
     optimizer_state_keeps_what_counts,
-    skipped_iterations_exist,
     saving_is_complete,
     loading_has_a_source,
     validation_sets_are_named,

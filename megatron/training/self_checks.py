@@ -30,7 +30,7 @@ from megatron.training.trainer import Components
 logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
-"""Under --check-replicas, so many first steps are always checked: most bugs show at once."""
+"""So many first steps are checked unless --check-replicas 0: most bugs show at once."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _HALF = re.compile(r"(?:^|\.)layers\.(\d+)\.(input_layernorm|self_attention|pre_mlp_layernorm|mlp)\.")
 
@@ -71,7 +71,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     ]
     for line in describe_layout(parallel_state.get_rank_grid(), pieces):
         logger.info("%s", line)
-    problems = list(problems_of(pieces, cfg.num_layers, parts.task.num_parameters()))
+    problems = list(problems_of(pieces, cfg.num_layers, parts.task.num_parameters(), type(parts.task).__name__))
     if problems:
         raise BuildError("the model is not complete: " + "; ".join(problems))
     require_one_cudnn()
@@ -96,8 +96,11 @@ def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[
     return found
 
 
-def problems_of(pieces: Iterable[Piece], num_layers: int, num_parameters: int | None) -> Iterable[str]:
-    """What is missing or doubled. ``num_parameters``: of the whole model by a closed form; None: unknown."""
+def problems_of(
+    pieces: Iterable[Piece], num_layers: int, num_parameters: int | None, task: str = "the task"
+) -> Iterable[str]:
+    """What is missing or doubled. ``num_parameters``: of the whole model by a closed form; None: unknown. ``task``: who
+    knows that form."""
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -130,7 +133,10 @@ def problems_of(pieces: Iterable[Piece], num_layers: int, num_parameters: int | 
         listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
         yield f"{listed} on stages {' and '.join(map(str, stages))}, though nothing ties them"
     if num_parameters is not None and total != num_parameters:
-        yield f"the ranks hold {total:,} parameters, the settings make {num_parameters:,}"
+        yield (
+            f"the ranks hold {total:,} parameters, {task}.num_parameters() makes {num_parameters:,} of the settings; "
+            "for a model of your own let it return that model's number, or None"
+        )
 
 
 def _halves(names: Iterable[str]) -> dict[str, set[int]]:
@@ -203,9 +209,10 @@ def _contents(pieces: Iterable[Piece], stage: int) -> str:
 
 
 class ReplicaCheck(Hook):
-    """--check-replicas: compares the bits of everything that several ranks hold copies of."""
+    """Compares the bits of everything that several ranks hold copies of; ``interval`` None: at the start and at saves
+    only."""
 
-    def __init__(self, interval: int, parts: Components) -> None:
+    def __init__(self, interval: int | None, parts: Components) -> None:
         self.interval, self.parts = interval, parts
         self.first = parts.state.iteration
 
@@ -235,7 +242,7 @@ class ReplicaCheck(Hook):
 
 
 def replica_checks(cfg: PretrainConfig, parts: Components) -> list[Hook]:
-    """The hook that --check-replicas asks for, if any."""
-    if cfg.check_replicas is None or parts.groups.world.size == 1:
+    """The hook, unless --check-replicas 0 turns it off or nobody holds copies."""
+    if cfg.check_replicas == 0 or parts.groups.world.size == 1:
         return []
     return [ReplicaCheck(cfg.check_replicas, parts)]

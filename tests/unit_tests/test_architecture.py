@@ -18,6 +18,7 @@ LAYERS = {
     "megatron.core.cli": 0,
     "megatron.core.collective_names": 0,
     "megatron.core.notices": 0,
+    "megatron.core.ranges": 0,
     "megatron.core.utils": 5,  # names for scripts; nothing below needs them
     "megatron.core.rerun_state_machine": 1,
     "megatron.core.enums": 0,

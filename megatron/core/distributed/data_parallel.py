@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.placement import adopt_declarations
 from megatron.core.process_groups import Group, ProcessGroups
 
 
@@ -27,6 +28,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, groups: ProcessGroups) -> None:
         super().__init__()
+        adopt_declarations(module, groups)  # programs that build their model themselves come here first
         self.module = module
         self.groups = groups
         self.group: dist.ProcessGroup | None = groups.dp_cp.handle

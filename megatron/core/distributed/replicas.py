@@ -21,6 +21,7 @@ from megatron.core.placement import ParameterSpec, distinct_shard, global_name
 from megatron.core.process_groups import Group, ProcessGroups
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HASHED_AT_ONCE = 1 << 24  # elements: a hash needs 24 bytes beside each, which a GPU that is nearly full lacks
 
 
 class Replica(NamedTuple):
@@ -49,9 +50,13 @@ def tensor_hash(tensor: Tensor) -> Tensor:
 
     A sum, modulo 2^64, of every element's bits times an odd weight of its position: one changed bit always changes it.
     """
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()]).to(torch.int64)
-    weights = torch.arange(bits.numel(), device=bits.device) * 2 * 0x9E3779B97F4A7C1 + 1
-    return ((bits + 1) * weights).sum()
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGER[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, bits.numel(), _HASHED_AT_ONCE):
+        some = bits[first : first + _HASHED_AT_ONCE].to(torch.int64)
+        weights = torch.arange(first, first + some.numel(), device=bits.device) * 2 * 0x9E3779B97F4A7C1 + 1
+        total += ((some + 1) * weights).sum()
+    return total
 
 
 def weights_of(module: nn.Module) -> Iterator[Replica]:

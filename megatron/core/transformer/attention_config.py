@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability
 
 
 def parse_window(text: str) -> tuple[int, int]:
     """``"127,0"`` -> ``(127, 0)``; also accepts parentheses and a single number for the left side."""
-    parts = [int(part) for part in text.strip("()[] ").replace(" ", ",").split(",") if part]
+    try:
+        parts = [int(part) for part in text.strip("()[] ").replace(" ", ",").split(",") if part]
+    except ValueError:
+        parts = []
     if len(parts) == 1:
         parts.append(0)
-    if len(parts) != 2 or min(parts) < -1:
+    if len(parts) != 2 or min(parts) < -1 or max(parts) >= 2**31:
         raise ValueError("must be two integers, -1 (unlimited) or larger, such as 127,0")
     return parts[0], parts[1]
 
 
+_LONGEST_PATTERN = 2048
 _PATTERN = "must be an integer or a list of 0 and 1 such as [0]*3+[1]*58"
 
 
@@ -26,10 +31,12 @@ def parse_layer_pattern(text: str) -> int | list[int]:
     """An integer N ("every N-th layer") or a list of 0 and 1 per layer, also as ``[0]*3+[1]*58`` or ``([1,0])*4``."""
     try:
         value = _evaluate(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, RecursionError):
+    except (SyntaxError, RecursionError, MemoryError):  # Python 3.10 runs out of "memory" over deep parentheses
         raise ValueError(_PATTERN) from None
-    if isinstance(value, list) and (not value or set(value) - {0, 1}):
+    if isinstance(value, list) and (not value or len(value) > _LONGEST_PATTERN or set(value) - {0, 1}):
         raise ValueError(_PATTERN)
+    if isinstance(value, int) and not 1 <= value <= _LONGEST_PATTERN:
+        raise ValueError(f"must be 1 to {_LONGEST_PATTERN}, or a list of 0 and 1")
     return value
 
 
@@ -43,7 +50,9 @@ def _evaluate(node: ast.expr) -> int | list[int]:
         left, right = _evaluate(node.left), _evaluate(node.right)
         if isinstance(node.op, ast.Add) and isinstance(left, list) and isinstance(right, list):
             return left + right
-        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int) and right < 10_000:
+        if isinstance(node.op, ast.Mult) and isinstance(left, list) and isinstance(right, int):
+            if len(left) * right > _LONGEST_PATTERN:
+                raise ValueError(f"is longer than {_LONGEST_PATTERN} layers")
             return left * right
     raise ValueError(_PATTERN)
 
@@ -60,7 +69,7 @@ class AttentionConfig:
     flash_attention_version: Literal[2, 3] | None = None
     """Compute attention with this version of the flash-attn package: 2, or 3 for Hopper."""
 
-    attention_dropout: float = 0.1
+    attention_dropout: Probability = 0.1
     """Dropout probability of the attention weights."""
 
     attention_softmax_in_fp32: bool = False
@@ -90,13 +99,13 @@ class AttentionConfig:
     """Plain torch operations for the rotary embedding instead of one kernel that also splits queries, keys and
     values."""
 
-    yarn_original_max_position_embeddings: int | None = None
+    yarn_original_max_position_embeddings: Dim | None = None
     """Context length that the model was trained with before YaRN stretches it."""
 
-    yarn_beta_fast: float = 32.0
+    yarn_beta_fast: PositiveFloat = 32.0
     """YaRN: channels that turn more often than this within the original context stay as they are."""
 
-    yarn_beta_slow: float = 1.0
+    yarn_beta_slow: PositiveFloat = 1.0
     """YaRN: channels that turn less often than this within the original context are fully interpolated."""
 
     yarn_correction_range_round_to_int: bool = flag(
@@ -104,11 +113,11 @@ class AttentionConfig:
     )
     """Do not round the channel range that YaRN blends over to whole channels."""
 
-    rotary_scaling_factor: float = 1.0
+    rotary_scaling_factor: PositiveFloat = 1.0
     """YaRN: factor by which the context is stretched."""
 
-    mscale: float = 1.0
+    mscale: NonNegativeFloat = 1.0
     """YaRN: weight of the attention temperature."""
 
-    mscale_all_dim: float = 0.0
+    mscale_all_dim: NonNegativeFloat = 0.0
     """YaRN: weight of the attention temperature that acts on all channels (multi-latent attention)."""

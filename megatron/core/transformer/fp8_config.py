@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Range
 
 
 @dataclass(kw_only=True)
@@ -18,10 +19,10 @@ class Fp8Config:
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise", "custom"] = "delayed"
     """How scales are found: from past maxima (delayed), per tensor, or per block of elements."""
 
-    fp8_margin: int = 0
+    fp8_margin: Annotated[int, Range(0, 64)] = 0
     """Halve the scale this many times, as head room."""
 
-    fp8_amax_history_len: int = 1
+    fp8_amax_history_len: Annotated[int, Range(1, 2**20)] = 1
     """Delayed scaling: steps whose maxima are remembered."""
 
     fp8_amax_compute_algo: Literal["most_recent", "max"] = "most_recent"
@@ -36,8 +37,8 @@ class Fp8Config:
     first_last_layers_bf16: bool = False
     """Keep the first and last layers in bfloat16."""
 
-    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_start_in_bf16: Annotated[int, Range(0, 2048)] = 1
     """First layers that --first-last-layers-bf16 keeps."""
 
-    num_layers_at_end_in_bf16: int = 1
+    num_layers_at_end_in_bf16: Annotated[int, Range(0, 2048)] = 1
     """Last layers that --first-last-layers-bf16 keeps."""

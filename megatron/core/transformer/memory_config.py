@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from megatron.core.ranges import Layers, Range
 
 RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act")
 """What selective recomputation knows to drop."""
@@ -21,7 +23,7 @@ class RecomputeConfig:
     """Full recomputation: "uniform" keeps the input of every group of --recompute-num-layers layers; "block" recomputes
     only the first --recompute-num-layers layers of each stage. Every layer is: uniform, 1."""
 
-    recompute_num_layers: int | None = None
+    recompute_num_layers: Layers | None = None
     """Layers per group (uniform) or recomputed layers per stage (block)."""
 
     recompute_modules: list[str] | None = None
@@ -31,5 +33,5 @@ class RecomputeConfig:
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""
 
-    cpu_offloading_num_layers: int = 0
+    cpu_offloading_num_layers: Annotated[int, Range(0, 2048)] = 0
     """Layers whose activations wait in host memory for the backward pass."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.ranges import Dim
+
 
 @dataclass(kw_only=True)
 class MlaConfig:
@@ -12,17 +14,17 @@ class MlaConfig:
     multi_latent_attention: bool = False
     """Attention over a low-rank latent of keys and values. Excludes --group-query-attention."""
 
-    q_lora_rank: int | None = None
+    q_lora_rank: Dim | None = None
     """Rank of the queries' latent; left out, queries are projected directly."""
 
-    kv_lora_rank: int = 32
+    kv_lora_rank: Dim = 32
     """Rank of the latent of keys and values."""
 
-    qk_head_dim: int = 128
+    qk_head_dim: Dim = 128
     """Channels per head of queries and keys without position."""
 
-    qk_pos_emb_head_dim: int = 64
+    qk_pos_emb_head_dim: Dim = 64
     """Channels per head of queries and keys that carry the rotary position."""
 
-    v_head_dim: int = 128
+    v_head_dim: Dim = 128
     """Channels per head of values."""

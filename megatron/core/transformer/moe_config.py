@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Dim, NonNegativeFloat, PositiveFloat, Range
 from megatron.core.transformer.attention_config import parse_layer_pattern
 
 
@@ -13,16 +14,16 @@ from megatron.core.transformer.attention_config import parse_layer_pattern
 class MoeConfig:
     """Mixture of experts"""
 
-    num_experts: int | None = None
+    num_experts: Annotated[int, Range(1, 2**20)] | None = None
     """Experts per mixture layer; left out, the model is dense."""
 
     moe_layer_freq: int | list[int] = flag("--moe-layer-freq", default=1, parse=parse_layer_pattern, metavar="N|LIST")
     """Which layers have experts: every N-th, or those with a 1 in a list such as [0]*3+[1]*58."""
 
-    moe_ffn_hidden_size: int | None = None
+    moe_ffn_hidden_size: Dim | None = None
     """Width inside one expert; default: --ffn-hidden-size."""
 
-    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_intermediate_size: Dim | None = None
     """Total width of the experts that see every token."""
 
     moe_shared_expert_gate: bool = False
@@ -31,7 +32,7 @@ class MoeConfig:
     moe_shared_expert_overlap: bool = False
     """Run the shared experts while tokens travel to the routed ones."""
 
-    moe_router_topk: int = 2
+    moe_router_topk: Annotated[int, Range(1, 2**20)] = 2
     """Experts per token."""
 
     moe_router_load_balancing_type: list[
@@ -39,13 +40,13 @@ class MoeConfig:
     ] = flag("--moe-router-load-balancing-type", default_factory=lambda: ["aux_loss"])
     """How the load of the experts is balanced; several may be combined."""
 
-    moe_aux_loss_coeff: list[float] = flag("--moe-aux-loss-coeff", default_factory=lambda: [0.0])
+    moe_aux_loss_coeff: list[NonNegativeFloat] = flag("--moe-aux-loss-coeff", default_factory=lambda: [0.0])
     """Weight of each balancing loss, in the order of --moe-router-load-balancing-type."""
 
-    moe_z_loss_coeff: float | None = None
+    moe_z_loss_coeff: NonNegativeFloat | None = None
     """Weight of the router's z-loss, which keeps its logits small."""
 
-    moe_input_jitter_eps: float | None = None
+    moe_input_jitter_eps: NonNegativeFloat | None = None
     """Multiply the router's input by uniform noise in 1 plus or minus this value."""
 
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
@@ -54,13 +55,13 @@ class MoeConfig:
     moe_router_pre_softmax: bool = False
     """Softmax over all experts before the top-k choice, instead of over the chosen ones."""
 
-    moe_router_num_groups: int | None = None
+    moe_router_num_groups: Annotated[int, Range(1, 2**20)] | None = None
     """Groups of experts for group-limited routing."""
 
-    moe_router_group_topk: int | None = None
+    moe_router_group_topk: Annotated[int, Range(1, 2**20)] | None = None
     """Groups that a token may use."""
 
-    moe_router_topk_scaling_factor: float | None = None
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
     """Multiply the chosen scores by this."""
 
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
@@ -69,7 +70,7 @@ class MoeConfig:
     moe_router_enable_expert_bias: bool = False
     """Balance by a per-expert bias on the choice, updated from the load, without a loss (DeepSeek-V3)."""
 
-    moe_router_bias_update_rate: float = 1e-3
+    moe_router_bias_update_rate: NonNegativeFloat = 1e-3
     """Step of that bias per iteration."""
 
     moe_router_force_load_balancing: bool = False
@@ -84,7 +85,7 @@ class MoeConfig:
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "allgather"
     """How tokens travel between expert-parallel ranks."""
 
-    moe_expert_capacity_factor: float | None = None
+    moe_expert_capacity_factor: PositiveFloat | None = None
     """Tokens that an expert takes at most, as a multiple of an even share; left out, none are dropped."""
 
     moe_pad_expert_input_to_capacity: bool = False

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import AnyFloat, Dim, Layers, NonNegativeFloat, PositiveFloat, Probability, Range
 
 
 @dataclass(kw_only=True)
 class NetworkSizeConfig:
     """Network size"""
 
-    num_layers: int = flag()
+    num_layers: Layers = flag()
     """Transformer layers. Required."""
 
-    hidden_size: int = flag()
+    hidden_size: Dim = flag()
     """Width of the residual stream. Required."""
 
-    num_attention_heads: int = flag()
+    num_attention_heads: Dim = flag()
     """Query heads per layer. Required."""
 
-    num_query_groups: int = flag()
+    num_query_groups: Dim = flag()
     """Key and value heads per layer, each shared by num-attention-heads / num-query-groups query heads. Read together
     with --group-query-attention, where it defaults to 1 (multi-query attention)."""
 
-    ffn_hidden_size: int = flag()
+    ffn_hidden_size: Dim = flag()
     """Width inside the feed-forward network; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down
     to a multiple of 64."""
 
-    kv_channels: int = flag()
+    kv_channels: Dim = flag()
     """Channels per attention head; default: hidden size / attention heads."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Normalization layers of the network."""
 
-    norm_epsilon: float = 1e-5
+    norm_epsilon: NonNegativeFloat = 1e-5
     """Added to the variance under the square root of every normalization."""
 
     apply_layernorm_1p: bool = False
@@ -59,22 +60,21 @@ class NetworkSizeConfig:
     quick_geglu: bool = False
     """Gated linear unit with x * sigmoid(1.702 x) in the feed-forward network (gpt-oss)."""
 
-    activation_func_clamp_value: float | None = None
+    activation_func_clamp_value: PositiveFloat | None = None
     """Clamp the feed-forward network's inputs to the activation to at most this value, and its linear half to the range
     of plus and minus this value. Gated activations only."""
 
-    glu_linear_offset: float = 0.0
+    glu_linear_offset: AnyFloat = 0.0
     """Added to the linear half of a gated activation (gpt-oss uses 1)."""
 
-    hidden_dropout: float = 0.1
+    hidden_dropout: Probability = 0.1
     """Dropout probability of the embedding and of each branch before it joins the residual stream."""
 
     fp32_residual_connection: bool = False
     """Keep the residual stream in float32."""
 
-    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
-    """Who provides the layers' modules: this library, or the package Transformer Engine. Left out: local, whatever is
-    installed."""
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "local"
+    """Who provides the layers' modules: this library, or the package Transformer Engine where it is asked for."""
 
     masked_softmax_fusion: bool = True
     """No fused scale, mask and softmax in attention."""
@@ -109,14 +109,14 @@ class NetworkSizeConfig:
 class InitializationConfig:
     """Seed and initial values"""
 
-    seed: int = 1234
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 1234
     """Seed of the initial weights, of dropout and of the data order."""
 
-    init_method_std: float = 0.02
+    init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of the normal distribution that weights start from; those that write into the residual stream
     are divided by sqrt(2 x layers)."""
 
-    embedding_init_method_std: float = flag()
+    embedding_init_method_std: NonNegativeFloat = flag()
     """Standard deviation of the embedding's initial weights; default: --init-method-std."""
 
     init_method_xavier_uniform: bool = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import NonNegativeInt, PositiveInt
 
 
 @dataclass(kw_only=True)
@@ -15,17 +16,17 @@ class CheckpointConfig:
     save: str | None = None
     """Directory that checkpoints are written to."""
 
-    save_interval: int | None = flag("--save-interval", "--persistent-save-interval")
+    save_interval: PositiveInt | None = flag("--save-interval", "--persistent-save-interval")
     """Iterations between checkpoints; without it one is saved only where training stops."""
 
-    save_retain_interval: int | None = None
+    save_retain_interval: PositiveInt | None = None
     """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""
 
     start_over: bool = False
     """Start in a --save directory that holds checkpoints from which this run does not continue: its first save moves
     them to the folder set-aside-001 there. Without this flag such a start is refused."""
 
-    max_failed_saves: int = 3
+    max_failed_saves: PositiveInt = 3
     """Stop, with exit code 75, after this many saves in a row that failed."""
 
     load: str | None = None
@@ -38,7 +39,7 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Directory of weights to start from when --load holds no checkpoint yet."""
 
-    ckpt_step: int | None = None
+    ckpt_step: NonNegativeInt | None = None
     """Iteration to load instead of the latest one."""
 
     no_save_optim: bool = False

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Dim, Range, Share
+
+
+def parse_split(text: str) -> list[float]:
+    """``"949,50,1"`` -> three shares; stray quotes and spaces are tolerated. ``ValueError`` with the reason."""
+    parts = [part for part in text.strip("'\" ").replace("/", ",").split(",") if part.strip("'\" ")]
+    try:
+        shares = [float(part.strip("'\" ")) for part in parts]
+    except ValueError:
+        raise ValueError("must be up to three numbers such as 949,50,1") from None
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < math.inf:  # a NaN's sum is no number
+        raise ValueError("must be up to three numbers, none negative and not all 0, such as 949,50,1")
+    return shares + [0.0] * (3 - len(shares))
 
 
 @dataclass(kw_only=True)
@@ -16,7 +30,7 @@ class DataConfig:
     """Data sets: one prefix, several, or pairs of weight and prefix; --split divides each into train, validation and
     test. A prefix is what tools/preprocess_data.py wrote, without .bin or .idx."""
 
-    split: str | None = None
+    split: str | None = flag("--split", check=parse_split)
     """Shares of training, validation and test documents of --data-path, such as 949,50,1; default: 969,30,1."""
 
     train_data_path: list[str] | None = flag("--train-data-path", nargs="*", metavar="[WEIGHT] PREFIX")
@@ -43,26 +57,26 @@ class DataConfig:
     mmap_bin_files: bool = True
     """Read .bin files instead of mapping them into memory."""
 
-    seq_length: int = flag()
+    seq_length: Dim = flag()
     """Tokens per sequence. Required."""
 
-    encoder_seq_length: int = flag()
+    encoder_seq_length: Dim = flag()
     """Tokens per encoder sequence; another name of --seq-length."""
 
-    decoder_seq_length: int | None = None
+    decoder_seq_length: Dim | None = None
     """Tokens per decoder sequence of an encoder-decoder model."""
 
-    mask_prob: float = 0.15
+    mask_prob: Share = 0.15
     """BERT and T5: share of tokens that is masked."""
 
-    short_seq_prob: float = 0.1
+    short_seq_prob: Share = 0.1
     """BERT: probability of a deliberately short sequence."""
 
     dataloader_type: Literal["single", "cyclic", "external"] | None = None
     """single (the default): one pass in the data set's own shuffled order; cyclic: endless epochs, each shuffled anew;
     external: the script brings its own iterator. Speed is the same."""
 
-    num_workers: int = 2
+    num_workers: Annotated[int, Range(0, 1024)] = 2
     """Loader processes per rank; 0 loads in the training process."""
 
     reset_position_ids: bool = False
@@ -77,10 +91,10 @@ class DataConfig:
     create_attention_mask_in_dataloader: bool = True
     """Do not build dense masks in the loader. Here they never are: kernels get document lengths."""
 
-    num_dataset_builder_threads: int = 1
+    num_dataset_builder_threads: Annotated[int, Range(1, 1024)] = 1
     """Threads that build the indices of a blend."""
 
-    mid_level_dataset_surplus: float = 0.005
+    mid_level_dataset_surplus: Annotated[float, Range(0, 100)] = 0.005
     """Head room in the number of samples that each set of a blend prepares."""
 
     allow_ambiguous_pad_tokens: bool = False

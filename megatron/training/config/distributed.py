@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
-
-
-def local_rank_of_environment() -> int:
-    """LOCAL_RANK as torchrun sets it, else 0."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+from megatron.core.ranges import Minutes, NumRanks, PositiveInt, Range
+from megatron.training.launcher import local_rank
 
 
 @dataclass(kw_only=True)
 class DistributedConfig:
     """Process groups and data parallelism"""
 
-    distributed_backend: Literal["nccl", "gloo"] = "nccl"
-    """Communication library; left out, gloo is chosen on a machine without GPUs."""
+    distributed_backend: Literal["nccl", "gloo"] | None = None
+    """Communication library; default: nccl, or gloo on a machine without GPUs."""
 
-    distributed_timeout_minutes: int = 10
+    distributed_timeout_minutes: Minutes = 10
     """Minutes after which a collective that hangs is given up."""
 
-    distributed_timeout_seconds_after_init: int | None = None
+    distributed_timeout_seconds_after_init: Annotated[int, Range(1, 10 * 366 * 86400)] | None = None
     """Shorter limit, in seconds, once the first iteration is done."""
 
     use_tp_pp_dp_mapping: bool = False
     """Put pipeline stages on neighbouring ranks, and data parallelism outermost: order tp-cp-ep-pp-dp."""
 
+    @property
+    def rank_order(self) -> str:
+        """Axes of the rank grid, the fastest first."""
+        return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+
     nccl_communicator_config_path: str | None = None
     """YAML file with NCCL settings per group, such as `tp: {max_ctas: 8}`."""
 
-    local_rank: int = flag("--local-rank", default_factory=local_rank_of_environment)
+    local_rank: Annotated[int, Range(0, 2**20)] = flag("--local-rank", default_factory=local_rank)
     """Rank within this node; the launcher sets it through LOCAL_RANK."""
 
     enable_gloo_process_groups: bool = flag("--disable-gloo-process-groups", default=True)
@@ -42,7 +43,7 @@ class DistributedConfig:
     use_distributed_optimizer: bool = False
     """Split optimizer state and float32 weights over the data-parallel ranks (ZeRO 1)."""
 
-    num_distributed_optimizer_instances: int = 1
+    num_distributed_optimizer_instances: NumRanks = 1
     """Copies of the split optimizer state; more copies mean smaller groups."""
 
     overlap_grad_reduce: bool = False
@@ -61,10 +62,10 @@ class DistributedConfig:
     align_param_gather: bool = True
     """Let pipeline stages start their weight gathers independently."""
 
-    ddp_num_buckets: int | None = None
+    ddp_num_buckets: Annotated[int, Range(1, 2**20)] | None = None
     """Gradient buckets, about: parameters are not cut. Instead of --ddp-bucket-size."""
 
-    ddp_bucket_size: int | None = None
+    ddp_bucket_size: PositiveInt | None = None
     """Elements per gradient bucket; default: with overlap max(40 million, 1 million x data-parallel size), else one
     bucket."""
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import PositiveInt, Range
 
 
 @dataclass(kw_only=True)
 class LoggingConfig:
     """Logging"""
 
-    log_interval: int = 100
+    log_interval: PositiveInt = 100
     """Iterations between lines in the log; losses are averaged over them."""
 
     log_throughput: bool = False
@@ -39,10 +40,10 @@ class LoggingConfig:
     tensorboard_dir: str | None = None
     """Directory for TensorBoard's event files."""
 
-    tensorboard_log_interval: int = 1
+    tensorboard_log_interval: PositiveInt = 1
     """Iterations between points in TensorBoard."""
 
-    tensorboard_queue_size: int = 1000
+    tensorboard_queue_size: Annotated[int, Range(1, 2**31 - 1)] = 1000
     """Events that TensorBoard holds back before it writes."""
 
     log_timers_to_tensorboard: bool = False
@@ -59,7 +60,7 @@ class LoggingConfig:
     log_memory_to_tensorboard: bool = False
     """Device memory to TensorBoard."""
 
-    log_memory_interval: int | None = None
+    log_memory_interval: PositiveInt | None = None
     """Iterations between lines about device memory."""
 
     log_world_size_to_tensorboard: bool = False
@@ -77,7 +78,7 @@ class LoggingConfig:
     wandb_entity: str | None = None
     """Weights & Biases team or user."""
 
-    logging_level: int | None = None
+    logging_level: Annotated[int, Range(0, 100)] | None = None
     """Level of Python's logging, such as 10 (debug) or 20 (info)."""
 
     enable_one_logger: bool = flag("--no-one-logger", default=True)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Dim, Layers, PositiveFloat, PositiveInt, Range
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
     """Positions, embeddings and heads"""
 
-    max_position_embeddings: int = flag()
+    max_position_embeddings: Dim = flag()
     """Longest sequence the model can be asked for; the size of the learned position table. Required; at least
     --seq-length."""
 
@@ -27,22 +28,22 @@ class ModelConfig:
     rope_type: Literal["rope", "yarn"] | None = None
     """Rotary variant of multi-latent attention; default there: yarn."""
 
-    rotary_base: int = 10000
+    rotary_base: PositiveInt = 10000
     """Base of the rotary frequencies."""
 
-    rotary_percent: float = 1.0
+    rotary_percent: Annotated[float, Range(0, 1, above=True)] = 1.0
     """Share of each head's channels that is rotated."""
 
-    rotary_seq_len_interpolation_factor: int | None = None
+    rotary_seq_len_interpolation_factor: Dim | None = None
     """Divide positions by this number (linear interpolation to longer contexts)."""
 
     use_rope_scaling: bool = False
     """Scale low rotary frequencies as Llama 3.1 does."""
 
-    rope_scaling_factor: float = 8.0
+    rope_scaling_factor: PositiveFloat = 8.0
     """Factor of --use-rope-scaling: 8 for Llama 3.1, 32 for Llama 3.2."""
 
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: Dim = 128
     """Pad the vocabulary to a multiple of this number; padding never takes part in the loss."""
 
     untie_embeddings_and_output_weights: bool = False
@@ -51,10 +52,10 @@ class ModelConfig:
     group_query_attention: bool = False
     """Let --num-query-groups groups of query heads share keys and values."""
 
-    encoder_num_layers: int = flag()
+    encoder_num_layers: Layers = flag()
     """Encoder layers of an encoder-decoder model; default: --num-layers."""
 
-    decoder_num_layers: int | None = None
+    decoder_num_layers: Layers | None = None
     """Decoder layers of an encoder-decoder model; default: --num-layers."""
 
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)

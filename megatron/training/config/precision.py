@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from megatron.core.ranges import PositiveFloat, Range
 
 
 @dataclass(kw_only=True)
 class MixedPrecisionConfig:
     """Mixed precision"""
 
-    loss_scale: float | None = None
+    loss_scale: PositiveFloat | None = None
     """Constant loss scale; left out, --fp16 adapts it."""
 
-    initial_loss_scale: float = 2**32
+    initial_loss_scale: PositiveFloat = 2**32
     """Dynamic loss scale at the start."""
 
-    min_loss_scale: float = 1.0
+    min_loss_scale: PositiveFloat = 1.0
     """Lower bound of the dynamic loss scale."""
 
-    loss_scale_window: float = 1000
+    loss_scale_window: Annotated[float, Range(1)] = 1000
     """Clean iterations after which the dynamic loss scale doubles."""
 
-    hysteresis: int = 2
+    hysteresis: Annotated[int, Range(1, 2**20)] = 2
     """Overflows that the dynamic loss scale tolerates before it halves."""
 
     accumulate_allreduce_grads_in_fp32: bool = False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.ranges import NumRanks
+
 
 @dataclass(kw_only=True)
 class ProgramConfig:
@@ -15,5 +17,5 @@ class ProgramConfig:
     dry_run: bool = False
     """Check everything, print layout, sizes, memory and schedule, and stop; needs no GPU and no process group."""
 
-    dry_run_world_size: int | None = None
+    dry_run_world_size: NumRanks | None = None
     """Ranks that --dry-run assumes; default: those of the launcher, else the fewest that the layout needs."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.core.ranges import NonNegativeFloat, Probability, Share
+
 
 @dataclass(kw_only=True)
 class RegularizationConfig:
@@ -13,22 +15,22 @@ class RegularizationConfig:
     optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
     """Optimizer; adam decouples weight decay (AdamW)."""
 
-    weight_decay: float = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay of matrices; biases and normalization weights are exempt."""
 
-    clip_grad: float = 1.0
+    clip_grad: NonNegativeFloat = 1.0
     """Scale gradients down to at most this global L2 norm; 0 turns clipping off."""
 
-    adam_beta1: float = 0.9
+    adam_beta1: Probability = 0.9
     """Adam: decay of the first moment."""
 
-    adam_beta2: float = 0.999
+    adam_beta2: Probability = 0.999
     """Adam: decay of the second moment; language models usually take 0.95."""
 
-    adam_eps: float = 1e-8
+    adam_eps: NonNegativeFloat = 1e-8
     """Adam: added to the root of the second moment."""
 
-    sgd_momentum: float = 0.9
+    sgd_momentum: Probability = 0.9
     """SGD: momentum."""
 
     apply_wd_to_qk_layernorm: bool = False
@@ -56,7 +58,7 @@ class RegularizationConfig:
     optimizer_cpu_offload: bool = False
     """Keep optimizer state in host memory and step there. Needs --use-precision-aware-optimizer."""
 
-    optimizer_offload_fraction: float = 1.0
+    optimizer_offload_fraction: Share = 1.0
     """Share of the optimizer state that --optimizer-cpu-offload moves."""
 
     use_torch_optimizer_for_cpu_offload: bool = False
@@ -71,8 +73,8 @@ class RegularizationConfig:
     pin_cpu_params: bool = True
     """Do not page-lock the host copies of offloaded weights."""
 
-    decoupled_lr: float | None = None
+    decoupled_lr: NonNegativeFloat | None = None
     """Learning rate of the embedding and the output layer, where it differs from --lr."""
 
-    decoupled_min_lr: float | None = None
+    decoupled_min_lr: NonNegativeFloat | None = None
     """Lower bound of --decoupled-lr."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.cli import flag
+from megatron.core.ranges import NonNegativeInt, Seconds
 
 
 @dataclass(kw_only=True)
 class SelfCheckConfig:
     """Self-checks"""
 
-    watchdog_timeout_seconds: float = 60.0
+    watchdog_timeout_seconds: Seconds = 60.0
     """Seconds without progress after which a rank counts as stuck: then every rank writes its Python stack and stops,
     the first failing rank named first. Slow iterations, the first one and checkpoints get longer. 0: no watchdog."""
 
-    check_replicas: int | None = flag("--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
+    check_replicas: NonNegativeInt | None = flag("--check-replicas", "--check-weight-hash-across-dp-replicas-interval")
     """Iterations between checks that every copy of a weight and of optimizer state, on whatever ranks, has the same
-    bits. When given, also after the first 3 iterations and at every checkpoint."""
+    bits. Left out: after each of the first 3 iterations and at every checkpoint, which a number adds to; 0: never."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Dim, Range
 
 
 @dataclass(kw_only=True)
@@ -42,16 +43,16 @@ class TokenizerConfig:
     merge_file: str | None = None
     """Merges of GPT-2's byte pair encoding."""
 
-    vocab_size: int | None = None
+    vocab_size: Dim | None = None
     """Vocabulary size, where the tokenizer does not know it (NullTokenizer) or it is to be larger."""
 
-    padded_vocab_size: int | None = None
+    padded_vocab_size: Dim | None = None
     """Vocabulary size after padding; default: padded by --make-vocab-size-divisible-by."""
 
     pad_vocab_size: bool = flag("--no-pad-vocab-size", "--disable-pad-vocab-size", default=True)
     """Do not pad the vocabulary."""
 
-    vocab_extra_ids: int = 0
+    vocab_extra_ids: Annotated[int, Range(0, 2**31 - 1)] = 0
     """Sentinel tokens added for T5's masked spans."""
 
     tokenizer_special_tokens: list[str] | None = None
@@ -60,7 +61,7 @@ class TokenizerConfig:
     tiktoken_pattern: Literal["v1", "v2"] | None = None
     """How TikTokenizer splits text into words; default: v2."""
 
-    tiktoken_num_special_tokens: int = 1000
+    tiktoken_num_special_tokens: Annotated[int, Range(0, 2**31 - 1)] = 1000
     """Ids that TikTokenizer reserves for special tokens."""
 
     tokenizer_hf_no_use_fast: bool = False
@@ -72,10 +73,10 @@ class TokenizerConfig:
     tokenizer_sentencepiece_legacy: bool = False
     """SentencePieceTokenizer: treat special tokens as older releases did."""
 
-    null_tokenizer_eod_id: int | None = None
+    null_tokenizer_eod_id: Annotated[int, Range(0, 2**31 - 1)] | None = None
     """NullTokenizer: id of end of document; default: vocabulary size - 1."""
 
-    null_tokenizer_pad_id: int = -1
+    null_tokenizer_pad_id: Annotated[int, Range(-1, 2**31 - 1)] = -1
     """NullTokenizer: id of padding; -1: none."""
 
     trust_remote_code: bool = False

@@ -5,25 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.cli import flag
+from megatron.core.ranges import Batch, Iterations, NonNegativeInt, PositiveInt
 
 
 @dataclass(kw_only=True)
 class ValidationConfig:
     """Evaluation"""
 
-    eval_iters: int = 100
+    eval_iters: Iterations = 100
     """Batches per evaluation; 0 turns evaluation off."""
 
-    eval_interval: int | None = None
+    eval_interval: PositiveInt | None = None
     """Iterations between evaluations; left out, only after training."""
 
-    start_eval_at_iter: int | None = None
+    start_eval_at_iter: NonNegativeInt | None = None
     """No evaluation before this iteration."""
 
-    eval_global_batch_size: int = flag()
+    eval_global_batch_size: Batch = flag()
     """Sequences per evaluation batch; default: --global-batch-size."""
 
-    eval_micro_batch_size: int = flag()
+    eval_micro_batch_size: Batch = flag()
     """Sequences per forward pass of evaluation; default: --micro-batch-size."""
 
     skip_train: bool = False

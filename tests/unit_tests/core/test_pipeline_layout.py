@@ -191,7 +191,7 @@ def test_layout_strings_say_exactly_what_every_stage_holds():
         ("Eta|L", "'L' comes between the halves of a layer, a and f, at position 5"),
         ("Et|mafL", "'a' comes after m at position 5"),
         ("Et|L|", "L to the last"),
-        ("Et*999999|L", "more than 100000 entries at position 2"),
+        ("Et*999999|L", "more than 10000 entries at position 2"),
         ("", "has no E"),
     ],
 )

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from megatron.core.cli import ConfigError
+from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
-from megatron.training.dry_run import count_parameters, dry_run_report, preflight, vocab_size_of
+from megatron.training.dry_run import dry_run_report, parameters_of, preflight, vocab_size_of
+from megatron.training.memory_estimate import stored_vocabulary
+from megatron.training.pipeline_report import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = (
@@ -28,13 +31,13 @@ def test_gpt2_and_llama_have_their_known_sizes():
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
         "--vocab-size 50257 --make-vocab-size-divisible-by 1"
     )
-    assert count_parameters(settings(gpt2), 50257).total == 124_439_808
+    assert parameters_of(settings(gpt2), 50257) == 124_439_808
     llama = (
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
         "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
         "--untie-embeddings-and-output-weights --vocab-size 128256"
     )
-    assert count_parameters(settings(llama), 128256).total == 8_030_261_248
+    assert parameters_of(settings(llama), 128256) == 8_030_261_248
 
 
 def test_report_names_layout_batches_and_schedule():
@@ -112,6 +115,7 @@ def test_preflight_answers_a_dry_run_and_refuses_contradictions(capsys):
 def test_counted_parameters_are_those_of_the_model(text):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.placement import unique_parameter_count
 
     cfg = settings(text)
     config = core_transformer_config_from_args(cfg)
@@ -123,4 +127,50 @@ def test_counted_parameters_are_those_of_the_model(text):
         position_embedding_type=cfg.position_embedding_type,
         share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
     )
-    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(cfg, cfg.vocab_size).total
+    stored = parameters_of(cfg, stored_vocabulary(cfg, cfg.vocab_size))
+    assert sum(parameter.numel() for parameter in model.parameters()) == stored
+    assert unique_parameter_count(model) == parameters_of(cfg, cfg.vocab_size)
+
+
+def test_report_says_parameters_as_the_self_check_counts_them_and_what_padding_adds():
+    report = dry_run_report(settings("--vocab-size 1001 --tensor-model-parallel-size 2 --dry-run", 2))
+    cfg = settings("--vocab-size 1001", 1)
+    assert f"{parameters_of(cfg, 1001):,}, of which" in report and f"{(1024 - 1001) * 64:,} more of padding" in report
+
+
+@pytest.mark.parametrize(("text", "order"), [("", "data, pipeline"), ("--use-tp-pp-dp-mapping", "pipeline, data")])
+def test_report_says_the_order_of_ranks(text, order):
+    assert f"tensor, context, expert, {order} (fastest first)" in dry_run_report(settings(text + " --dry-run"))
+
+
+def test_buffers_are_estimated_without_a_vocabulary(tmp_path):
+    text = (
+        "--dry-run --use-distributed-optimizer --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
+        "--num-layers 4 --num-layers-per-virtual-pipeline-stage 2"
+    )
+    cfg = dataclasses.replace(settings(text), resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+                              tokenizer_model=str(tmp_path / "tokenizer.model"))  # fmt: skip
+    assert "GiB per rank" in dry_run_report(cfg)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule zero-bubble",
+        "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 6",
+        "--pipeline-schedule zero-bubble-h2",
+    ],
+)  # fmt: skip
+def test_long_schedules_are_judged_by_their_beginning_middle_and_end(text):
+    """The peaks of all micro-batches, and their bubble."""
+    text = f"--pipeline-model-parallel-size 4 --num-layers 16 --global-batch-size 206 --dry-run {text}"
+    cfg = settings(text)
+    number, few = microbatches_of(cfg), enough_microbatches(cfg)
+    assert number == 103 and few < 60
+    assert peak_activations(schedule_of(cfg, few)) == peak_activations(schedule_of(cfg, number))
+    assert bubble_of(cfg, 100) == pytest.approx(timeline_of(cfg, number, 100).bubble, abs=2e-3)
+
+
+def test_a_global_batch_of_millions_is_not_simulated():
+    cfg = settings("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 4194304 --dry-run")
+    assert enough_microbatches(cfg) < 10 and "2097152 micro-batches" in dry_run_report(cfg)

@@ -26,6 +26,8 @@ with open(Path(__file__).with_name("core_flags.tsv"), encoding="utf-8") as file:
 DIFFERENT = {
     "--num-query-groups default": "None: 1 means nothing until --group-query-attention makes it the default",
     "--tokenizer-type choices": "one more tokenizer, ByteLevelTokenizer",
+    "--transformer-impl default": "runs without optional packages",
+    "--distributed-backend default": "None: gloo where there is no GPU",
     "--local-rank default": "LOCAL_RANK is read when settings are parsed",
     "--cp-comm-type choices": "the known ones are named",
     "--attention-backend type": "an enumeration there",

@@ -180,3 +180,76 @@ def test_one_flipped_bit_of_a_sharded_main_parameter_is_named(gloo_pool):
     messages = gloo_pool.run(train_with_drift, 4, argv, 3, flip_a_bit_of_a_main_parameter)
     assert len(set(messages)) == 1 and messages[0].startswith(SECOND)
     assert re.fullmatch(r"main_param:decoder\.\S+layernorm\.weight on rank 3", messages[0].removeprefix(SECOND))
+
+
+THREE_STEPS = ["--train-iters", "3", "--lr-warmup-iters", "0"]
+
+
+class PlainNorm(torch.nn.Module):
+    """A norm as users write it: its weight says nothing about how ranks share it, or says it in Megatron-LM's words."""
+
+    def __init__(self, size, declared):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(size))
+        if declared:
+            self.weight.sequence_parallel = True
+
+    def forward(self, hidden):
+        return torch.nn.functional.rms_norm(hidden, self.weight.shape, self.weight)
+
+
+def train_with_a_norm_of_ones_own(rank, world_size, argv, declared):
+    """The run's error, or the final norm's weight after the last step."""
+    from megatron.core.errors import UserError
+    from megatron.training import program
+    from megatron.training.layout_trace import with_synthetic_data
+    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.trainer import Trainer
+    from megatron.training.watchdog import Watchdog
+
+    class Task(GPTTask):
+        def model_provider(self, *args, **kwargs):
+            model = super().model_provider(*args, **kwargs)
+            model.decoder.final_layernorm = PlainNorm(self.cfg.hidden_size, declared)
+            return model
+
+        def num_parameters(self):
+            return None
+
+    weights = []
+
+    def remember(trainer):
+        metrics = step(trainer)
+        weights.append(dict(trainer.parts.model[0].named_parameters())["module.decoder.final_layernorm.weight"].tolist())
+        return metrics
+
+    cfg = configure(argv, world_size, "fp32")
+    step = Trainer.train_step
+    with mock.patch.object(Trainer, "train_step", remember):
+        try:
+            make_task = with_synthetic_data(Task, VOCAB_SIZE)
+            program._run(cfg, lambda resolved, tokenizer: make_task(resolved), Watchdog(cfg))
+        except (UserError, ArithmeticError) as error:
+            return str(error)
+    return weights[-1]
+
+
+def test_an_undeclared_parameter_is_refused_where_ranks_split_sequences(gloo_pool):
+    messages = gloo_pool.run(train_with_a_norm_of_ones_own, 2, row("tp2-sp").argv, False)
+    assert messages[0] == messages[1]
+    assert "decoder.final_layernorm.weight (PlainNorm)" in messages[0] and "placement.parameter(" in messages[0]
+
+
+def test_a_parameter_declared_as_in_megatron_lm_trains_as_on_one_rank(gloo_pool):
+    """Each rank's gradient is a sum over its own positions: without the declaration copies drift at the first step."""
+    layout = row("tp2-sp")
+    alone = gloo_pool.run(train_with_a_norm_of_ones_own, 1, [*layout.reference.argv, *THREE_STEPS], True)[0]
+    ranks = gloo_pool.run(train_with_a_norm_of_ones_own, 2, [*layout.argv, *THREE_STEPS], True)
+    assert ranks[0] == ranks[1] and ranks[0] == pytest.approx(alone, abs=1e-6) and ranks[0] != [1.0] * len(alone)
+
+
+def test_replicas_are_compared_in_the_first_steps_without_being_asked(gloo_pool):
+    messages = gloo_pool.run(train_with_drift, 2, [*row("dp2").argv, *THREE_STEPS], 1, flip_a_bit_of_a_weight)
+    assert messages[0].startswith(SECOND) and messages[0] == messages[1]
+    never = [*row("dp2").argv, *THREE_STEPS, "--check-replicas", "0"]
+    assert gloo_pool.run(train_with_drift, 2, never, 1, flip_a_bit_of_a_weight) == [None, None]

@@ -12,7 +12,6 @@ not
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron.core.transformer.attention_window import layer_window
@@ -67,12 +66,20 @@ def num_parameters(
     embeddings = vocab_size * hidden * (1 if share_embeddings_and_output_weights else 2)
     if position_embedding_type == "learned_absolute":
         embeddings += max_sequence_length * hidden
-    norm: Callable[[int], int] = lambda size: size * (2 if config.normalization == "LayerNorm" else 1)  # noqa: E731
+    return embeddings + config.num_layers * layer_parameters(config) + _norm_parameters(config, hidden)
+
+
+def _norm_parameters(config: ShapeConfig, size: int) -> int:
+    return size * (2 if config.normalization == "LayerNorm" else 1)
+
+
+def layer_parameters(config: ShapeConfig) -> int:
+    """Parameters of one layer."""
     matrices = _layer_matrices(config)
     has_bias = [config.add_bias_linear or config.add_qkv_bias, *[config.add_bias_linear] * 3]
     layer = sum(rows * columns for rows, columns in matrices)
     layer += sum(rows for (rows, _), bias in zip(matrices, has_bias) if bias)
-    layer += 2 * norm(hidden)
+    layer += 2 * _norm_parameters(config, config.hidden_size)
     if config.qk_layernorm and not config.qk_l2_norm:
-        layer += 2 * norm(config.kv_channels)
-    return embeddings + config.num_layers * layer + norm(hidden)
+        layer += 2 * _norm_parameters(config, config.kv_channels)
+    return layer

@@ -1,0 +1,109 @@
+"""Every flag with every odd value: an answer or one list of problems, never another exception, and no list as long as a
+number. Through the whole of ``--dry-run``, in one process."""
+
+import pytest
+
+from megatron.core.cli import ConfigError
+from megatron.core.ranges import Range
+from megatron.training.arguments import flag_specs, parse_args
+from megatron.training.config.learning_rate import LearningRateConfig
+from megatron.training.config.training import TrainingConfig
+from megatron.training.config.validation import ValidationConfig
+from megatron.training.dry_run import preflight
+
+TINY = [
+    "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",
+    "--max-position-embeddings", "32", "--micro-batch-size", "2", "--lr", "1e-3", "--mock-data", "--tokenizer-type",
+    "NullTokenizer", "--vocab-size", "100", "--dry-run",
+]  # fmt: skip
+BY_ITERATIONS = [*TINY, "--train-iters", "10"]
+BASES = {
+    "samples": [*TINY, "--train-samples", "100", "--rampup-batch-size", "2", "2", "8", "--global-batch-size", "8"],
+    "everything": [
+        *BY_ITERATIONS, "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2",
+        "--context-parallel-size", "2", "--sequence-parallel", "--use-distributed-optimizer",
+        "--overlap-grad-reduce", "--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", "1", "--untie-embeddings-and-output-weights", "--position-embedding-type", "rope",
+        "--global-batch-size", "16", "--swiglu", "--bf16",
+    ],
+}  # fmt: skip
+NUMBERS = (
+    "-1", "0", "3", str(2**20), str(2**31 - 1), str(2**40), str(2**63), "9" * 5000, "nan", "1e30", "", "\u00b2",
+)  # fmt: skip
+TEXTS = (
+    "-1", "2", "9" * 5000, "", "x", "0:2,9:4", "0:2,9:" + "9" * 5000, "0:\u00b2", "[0]*9999*9999*9999", "(" * 500,
+    "nan,1,1", "E(t*999999999)*9|L", "Et|" * 900, "\u00e9\udcff%s{}",
+)  # fmt: skip
+SPECS = [spec for spec in flag_specs() if spec.field not in ("yaml_cfg", "dry_run")]
+
+
+def answers(argv):
+    """Whether the dry run accepts the command line; anything but ConfigError is raised."""
+    try:
+        return preflight(parse_args(argv))
+    except ConfigError as error:
+        assert error.problems
+        assert max(len(str(problem)) for problem in error.problems) < 1000
+        return False
+
+
+COUNTED = (TrainingConfig, LearningRateConfig, ValidationConfig)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_odd_value_is_taken_or_refused_in_words(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert answers(BASES[base])
+    for spec in SPECS if base == "everything" else [spec for spec in SPECS if spec.group in COUNTED]:
+        count = spec.nargs if isinstance(spec.nargs, int) else 1
+        for value in () if spec.is_bool else TEXTS if spec.range is None else NUMBERS:
+            try:
+                answers([*BASES[base], spec.names[0], *([value] * count)])
+            except Exception as error:
+                raise AssertionError(f"{spec.names[0]} {value[:40]!r}: {type(error).__name__}") from error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_number_has_a_range():
+    numbers = [spec for spec in flag_specs() if spec.type_name in ("int", "float") and not spec.choices]
+    assert len(numbers) > 120
+    assert [spec.names[0] for spec in numbers if not isinstance(spec.range, Range)] == []
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.range is not None], ids=lambda spec: spec.names[0])
+def test_a_number_outside_of_its_range_is_refused_with_its_flag(spec):
+    """Just outside of both ends, and far away from them."""
+    low, high = spec.range.low, spec.range.high
+    outside = [str(2**64), "1e999", "nan"] if spec.type_name == "int" else ["nan", "inf"]
+    outside += [str(low if spec.range.above else low - 1)] if low > float("-inf") else []
+    outside += [str(high if spec.range.below else high + 1)] if high < float("inf") else []
+    for value in outside:
+        operands = [value] * (spec.nargs if isinstance(spec.nargs, int) else 1)
+        with pytest.raises(ConfigError) as error:
+            parse_args([*BY_ITERATIONS, spec.names[0], *operands])
+        assert error.value.problems[0].flag == spec.names[0]
+
+
+def test_a_number_set_by_a_program_is_checked_too():
+    cfg = parse_args(BY_ITERATIONS)
+    cfg.num_workers, cfg.profile_ranks, cfg.split = -1, [0, -1], "nan,1,1"
+    with pytest.raises(ConfigError) as error:
+        preflight(cfg)
+    assert {problem.flag for problem in error.value.problems} == {"--num-workers", "--profile-ranks", "--split"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"RANK": "x"}, "RANK"), ({"WORLD_SIZE": "0"}, "WORLD_SIZE"), ({"WORLD_SIZE": ""}, "WORLD_SIZE"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"), ({"LOCAL_RANK": "-1"}, "LOCAL_RANK"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT"), ({"RANK": "9" * 5000}, "RANK"),
+        ({"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_RANK"),
+    ],
+)  # fmt: skip
+def test_a_launchers_variable_that_cannot_be_is_named(environment, name, monkeypatch):
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as error:
+        parse_args(BY_ITERATIONS)
+    assert [problem.flag for problem in error.value.problems] == [f"environment variable {name}"]
