@@ -18,6 +18,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launcher import is_first_rank, launched_world_size
 from megatron.training.memory_estimate import memory_rows, stored_vocabulary
 from megatron.training.pipeline_report import pipeline_rows
+from megatron.training.resolve import rank_order
 
 
 def parameters_of(cfg: PretrainConfig, vocab_size: int) -> int:
@@ -95,7 +96,7 @@ def _layout(cfg: PretrainConfig) -> Rows:
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
     yield "expert-parallel ranks", f"{cfg.expert_model_parallel_size}, taken from the data-parallel ones"
-    yield "rank order", f"{', '.join(_AXES[axis] for axis in cfg.rank_order.split('-'))} (fastest first)"
+    yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg).split('-'))} (fastest first)"
     apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
     layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"
     yield "backend", f"{cfg.distributed_backend}, {layers}"

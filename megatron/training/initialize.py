@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_layout import virtual_pipeline_size
 from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.resolve import rank_order
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
         context_parallel_size=cfg.context_parallel_size,
         expert_model_parallel_size=cfg.expert_model_parallel_size,
-        order=cfg.rank_order,
+        order=rank_order(cfg),
         nccl_communicator_config_path=cfg.nccl_communicator_config_path,
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,
         num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,

@@ -22,6 +22,11 @@ def gpu_present() -> bool:
     return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
 
 
+def rank_order(cfg: PretrainConfig) -> str:
+    """Axes of the rank grid, the fastest first."""
+    return "tp-cp-ep-pp-dp" if cfg.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+
+
 def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
     """The frozen settings of a run on ``world_size`` ranks.
 

@@ -26,11 +26,6 @@ class DistributedConfig:
     use_tp_pp_dp_mapping: bool = False
     """Put pipeline stages on neighbouring ranks, and data parallelism outermost: order tp-cp-ep-pp-dp."""
 
-    @property
-    def rank_order(self) -> str:
-        """Axes of the rank grid, the fastest first."""
-        return "tp-cp-ep-pp-dp" if self.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
-
     nccl_communicator_config_path: str | None = None
     """YAML file with NCCL settings per group, such as `tp: {max_ctas: 8}`."""
 
