@@ -45,6 +45,19 @@ def test_normal_numbers_have_normal_moments():
     assert inside == pytest.approx(0.682689, abs=2e-3)
 
 
+def test_normal_numbers_are_those_of_the_logarithm_sine_and_cosine():
+    """Series in place of library functions, so that every device computes the same bits, cost no accuracy."""
+    index, key = torch.arange(1 << 14), rng.key(3, "series")
+    words = rng.random_bits(key, index).unflatten(0, (-1, 2))
+    radius = (-2 * ((words[:, 0].double() + 0.5) * 2.0**-32).log()).sqrt()
+    angle = words[:, 1]
+    turn = ((angle & 0x3FFFFFFF).double() - 0x20000000 + 0.5) * (torch.pi / 2**31)
+    first = torch.where(angle & 0x40000000 != 0, turn.sin(), turn.cos())
+    second = torch.where(angle & 0x40000000 != 0, turn.cos(), turn.sin())
+    expected = torch.stack((first, second), 1) * (radius * torch.where(angle >> 31 == 1, -1.0, 1.0))[:, None]
+    torch.testing.assert_close(rng.normal(key, index), expected.flatten(), rtol=1e-12, atol=1e-13)
+
+
 def test_uniform_numbers_fill_the_unit_interval_evenly():
     values = rng.uniform(rng.key(5, "u"), torch.arange(1 << 18))
     counts = torch.histc(values, bins=64, min=0, max=1)

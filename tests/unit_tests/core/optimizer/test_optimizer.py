@@ -130,6 +130,26 @@ def test_the_dynamic_scale_follows_its_rules():
         ConstantGradScaler(0.0)
 
 
+def test_a_new_scaler_grows_after_as_many_steps_as_its_window_has():
+    scaler = DynamicGradScaler(initial_scale=16.0, min_scale=2.0, growth_interval=3, hysteresis=2)
+    scales = []
+    for _ in range(7):
+        scaler.update(False)
+        scales.append(scaler.scale)
+    assert scales == [16, 16, 32, 32, 32, 64, 64]
+
+
+def test_zero_grad_leaves_no_gradient_unless_asked_to_keep_zeros():
+    net = network(torch.float32)
+    optimizer = get_megatron_optimizer(settings(), [net])
+    weight = next(net.parameters())
+    weight.grad = torch.ones_like(weight)
+    optimizer.zero_grad(set_to_none=False)
+    assert not weight.grad.any()
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
 def test_fp16_skips_overflows_and_then_trains():
     net = network(torch.float16)
     config = settings(fp16=True, initial_loss_scale=2.0**20, hysteresis=1)

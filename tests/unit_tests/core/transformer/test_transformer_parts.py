@@ -12,6 +12,7 @@ from megatron.core.transformer.dropout import Dropout, DropoutCoordinates, NoDro
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, can_be_cut
 
 DOUBLE = torch.float64
 
@@ -126,3 +127,16 @@ def test_specs_pass_parameters_and_submodules():
     built = build_module(ModuleSpec(make, {"a": 1}, submodules="s"), 2, b=3)
     assert built == ((2,), {"a": 1, "b": 3, "submodules": "s"})
     assert build_module(make, 2, b=3) == ((2,), {"b": 3})
+
+
+def test_only_layers_whose_own_constructor_knows_of_halves_are_cut():
+    class Inherits(TransformerLayer):
+        pass
+
+    class OfTheUser:
+        def __init__(self, config):
+            pass
+
+    assert can_be_cut(TransformerLayer) and can_be_cut(ModuleSpec(module=TransformerLayer))
+    assert can_be_cut(lambda config, half: None) and not can_be_cut(lambda config: None)
+    assert not can_be_cut(Inherits) and not can_be_cut(OfTheUser)
