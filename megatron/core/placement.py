@@ -271,7 +271,7 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
         if not hasattr(param, "spec"):
             spec = _declared_by_attributes(name, param, groups)
             if spec is not None:
-                param.spec = spec
+                param.spec = spec  # type: ignore[attr-defined]
 
 
 def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:

@@ -18,12 +18,14 @@ from typing import Any
 
 from megatron.core import cli
 from megatron.core.cli import ConfigError, FlagSpec, Problem, Segment
+from megatron.core.notices import notice
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.config.retired import RENAMED, RETIRED, modernize
 from megatron.training.endings import tell_launcher
 from megatron.training.launcher import environment_problems, is_first_rank, launched_world_size
+from megatron.training.notices import notices
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
 from megatron.training.rules_common import impossible_values
@@ -73,7 +75,7 @@ def parse_args(
     found, problems = cli.segments(argv)
     problems += environment_problems()
     known = {*cli.flag_table(specs), *extras.names}
-    found, notices, refused = modernize(found, known)
+    found, renamed, refused = modernize(found, known)
     ours = [segment for segment in found if segment.name not in extras.names]
     values, misread = cli.read_segments(specs, ours)
     misread = [_explain_unknown(problem, known) for problem in misread]
@@ -87,13 +89,15 @@ def parse_args(
     if problems:
         raise ConfigError(problems + _further_problems(cfg, problems))
     if is_first_rank():
-        for notice in notices:
-            logger.warning(notice)
+        for sentence in renamed:
+            logger.warning("%s", sentence)
     return cfg
 
 
-def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
+def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True) -> PretrainConfig:
     """The frozen settings of a run on ``world_size`` ranks, with all that follows from other settings filled in.
+
+    ``announce``: log what is done otherwise than it was asked.
 
     Raises:
         ConfigError: with every contradiction and every setting that is not available.
@@ -105,15 +109,9 @@ def validate_args(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
     resolved = resolve(cfg, world_size)
     if problems := check(resolved):
         raise ConfigError(problems)
-    for name in ("distributed_backend", "split"):
-        if name not in cfg.explicit and getattr(cfg, name) != getattr(resolved, name):
-            logger.info("%s: %s (chosen, as it was not given)", name, getattr(resolved, name))
-    for name in ("sequence_parallel", "tp_comm_overlap"):
-        if getattr(cfg, name) and not getattr(resolved, name):
-            logger.info("%s: off, as --tensor-model-parallel-size is 1", name)
-    if resolved.tp_comm_overlap and resolved.micro_batch_size % 2:
-        words = "--tp-comm-overlap: no effect with --micro-batch-size %d, of which there are no halves; give 2"
-        logger.warning(words, resolved.micro_batch_size)
+    if announce:
+        for sentence in notices(cfg, resolved):
+            notice(logger, "%s", sentence)
     return resolved
 
 

@@ -63,7 +63,7 @@ def preflight(cfg: PretrainConfig) -> bool:
     """
     if cfg.use_checkpoint_args:
         return False  # the checkpoint's settings are not known yet
-    resolved = validate_args(cfg, launched_world_size() or 1)
+    resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)
     if cfg.dry_run and is_first_rank():
         sys.stdout.write(dry_run_report(resolved))
     return cfg.dry_run

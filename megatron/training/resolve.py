@@ -35,6 +35,7 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     """
     values: dict[str, Any] = {"world_size": world_size}
     values.update(_implementations(cfg, gpu_present() if gpus is None else gpus))
+    values.update(_without_effect(cfg))
     values.update(_network(cfg))
     values.update(_precision(cfg))
     values.update(_data(cfg))
@@ -44,9 +45,38 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     return dataclasses.replace(cfg, resolved=True)
 
 
+def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
+    """What is asked for that Transformer Engine's layers do not do and built-in ones do, as flags."""
+    tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if groups is None:
+        groups = 1 if cfg.group_query_attention else cfg.num_attention_heads
+    needs = {
+        "--delay-wgrad-compute": cfg.delay_wgrad_compute,
+        "--tp-comm-overlap": cfg.tp_comm_overlap and tp > 1,
+        "--use-torch-fsdp2": cfg.use_torch_fsdp2,
+        "--fp32-residual-connection": cfg.fp32_residual_connection,
+        f"--pipeline-schedule {cfg.pipeline_schedule}": cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"),
+        "--recompute-modules layernorm": "layernorm" in (cfg.recompute_modules or ()),
+        f"--num-query-groups {groups} below --tensor-model-parallel-size {tp}": groups is not None and tp > groups,
+    }
+    return [flag for flag, needed in needs.items() if needed]
+
+
+def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
+    """Settings of what is not asked for: scripts vary one flag and leave those around it."""
+    values: dict[str, Any] = {}
+    if not cfg.save:
+        values.update(save_interval=None, save_retain_interval=None)
+    if cfg.recompute_granularity != "full":
+        values["recompute_num_layers"] = None
+    return values
+
+
 def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
     """Who computes and who communicates, where that was not said."""
     values: dict[str, Any] = {}
+    if cfg.transformer_impl == "transformer_engine" and needs_built_in_layers(cfg):
+        values["transformer_impl"] = "local"
     if cfg.distributed_backend is None:
         values["distributed_backend"] = "nccl" if gpus else "gloo"
     if cfg.recompute_activations and cfg.recompute_granularity is None:

@@ -32,33 +32,6 @@ def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "transformer_impl", "computes on NVIDIA GPUs only, and there is none", _LOCAL)
 
 
-def transformer_engine_does_all_that_is_asked(cfg: PretrainConfig) -> Problems:
-    if cfg.transformer_impl != ENGINE:
-        return
-    builtin_attention = cfg.attention_backend == "local" or cfg.context_parallel_size > 1
-    if cfg.attention_dropout > 0 and not builtin_attention:
-        reason = f"is not for {_impl(cfg)}, whose attention draws its own masks, which depend on the layout"
-        yield problem(cfg, "attention_dropout", reason, f"--attention-dropout 0, --attention-backend local or {_LOCAL}")
-    for field, reason in {
-        "delay_wgrad_compute": "puts off weight gradients, which only built-in layers do",
-        "tp_comm_overlap": "lets halves of a micro-batch take turns, which only built-in layers do",
-        "use_torch_fsdp2": "replaces weights by shards, which the package's modules would not see",
-        "fp32_residual_connection": "needs norms that read float32 and write 16 bits, which only built-in ones do",
-    }.items():
-        if getattr(cfg, field):
-            yield problem(cfg, field, f"{reason}; not with {_impl(cfg)}", f"leave it out, or {_LOCAL}")
-    if cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"):
-        reason = f"puts off weight gradients, which only built-in layers do; not with {_impl(cfg)}"
-        yield problem(cfg, "pipeline_schedule", reason, f"1f1b or interleaved, or {_LOCAL}")
-    groups, tp = cfg.num_query_groups, cfg.tensor_model_parallel_size
-    if groups and tp > groups > 0:
-        reason = f"is smaller than --tensor-model-parallel-size {tp}: ranks would share a head; not with {_impl(cfg)}"
-        yield problem(cfg, "num_query_groups", reason, f"fewer ranks, or {_LOCAL}")
-    if "layernorm" in (cfg.recompute_modules or ()):
-        reason = f"layernorm is computed again by built-in layers only, not by {_impl(cfg)}"
-        yield problem(cfg, "recompute_modules", reason, f"leave layernorm out, or {_LOCAL}")
-
-
 def _impl(cfg: PretrainConfig) -> str:
     return f"--transformer-impl {cfg.transformer_impl}"
 
@@ -151,7 +124,6 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
 RULES: tuple[Rule, ...] = (
     cuda_graphs_repeat_fixed_work,
     transformer_engine_can_run,
-    transformer_engine_does_all_that_is_asked,
     flash_attention_can_run,
     cudnn_takes_the_sequence,
     apex_can_run,

@@ -58,6 +58,19 @@ def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "split", "leaves no validation data", "--eval-iters 0 turns evaluation off")
 
 
+MOST_SAMPLES = 2**35
+"""Of one split: their order alone takes 8 bytes each, 256 GiB."""
+
+
+def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
+    """``resolve`` has filled in --train-iters where --train-samples was given."""
+    train = cfg.train_samples or (cfg.train_iters or 0) * (cfg.global_batch_size or 0)
+    evaluated = 0 if cfg.full_validation else cfg.eval_iters * (cfg.eval_global_batch_size or 0)
+    for field, count in (("train_samples" if cfg.train_samples else "train_iters", train), ("eval_iters", evaluated)):
+        if count > MOST_SAMPLES and cfg.dataloader_type != "external":
+            yield problem(cfg, field, f"takes {count:,} samples, whose order alone fills {count * 8 / 2**30:,.0f} GiB")
+
+
 def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
     if cfg.train_data_path and not cfg.valid_data_path and cfg.eval_interval and cfg.eval_iters:
         yield missing("valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
@@ -96,6 +109,7 @@ RULES: tuple[Rule, ...] = (
     one_data_source_is_given,
     separate_paths_need_no_split,
     split_has_what_is_used,
+    samples_can_be_listed,
     separate_validation_data_is_given,
     tokenizer_is_complete,
     named_files_exist,

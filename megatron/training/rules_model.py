@@ -56,8 +56,6 @@ def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
     for field in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
         if getattr(cfg, field) and not rotary and not cfg.multi_latent_attention:
             yield problem(cfg, field, "needs rotary positions", "--position-embedding-type rope")
-    if "rope_scaling_factor" in cfg.explicit and not cfg.use_rope_scaling:
-        yield problem(cfg, "rope_scaling_factor", "counts only with --use-rope-scaling", "add that flag")
 
 
 def rotary_channels_are_whole_pairs(cfg: PretrainConfig) -> Problems:

@@ -94,9 +94,11 @@ def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "min_lr", f"must be between 0 and --lr {cfg.lr}")
     if cfg.lr_warmup_init > cfg.lr:
         yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {cfg.lr}")
-    if cfg.decoupled_min_lr is not None and cfg.decoupled_lr is None:
+    if cfg.decoupled_min_lr is None:
+        return
+    if cfg.decoupled_lr is None:
         yield problem(cfg, "decoupled_min_lr", "counts only with --decoupled-lr")
-    elif cfg.decoupled_min_lr is not None and cfg.decoupled_min_lr > cfg.decoupled_lr:
+    elif cfg.decoupled_min_lr > cfg.decoupled_lr:
         yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.decoupled_lr}")
 
 
@@ -175,9 +177,8 @@ def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
 
 
 def saving_is_complete(cfg: PretrainConfig) -> Problems:
-    for field in ("save_interval", "save_retain_interval", "log_progress"):
-        if getattr(cfg, field) and not cfg.save:
-            yield problem(cfg, field, "needs --save DIRECTORY")
+    if cfg.log_progress and not cfg.save:
+        yield problem(cfg, "log_progress", "needs --save DIRECTORY")
     keep, every = cfg.save_retain_interval, cfg.save_interval
     if keep and every and every > 0 and keep % every:
         fix = f"nearest multiple: {max(keep // every, 1) * every}"

@@ -47,18 +47,14 @@ def transformer_engine_attention(
     config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
     groups: ProcessGroups | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Transformer Engine's attention; where ranks share sequences or no kernel is wanted, that of ``local``.
+    """Transformer Engine's attention; that of ``local`` where ranks share sequences, where no kernel is wanted and with
+    attention dropout, of which the package draws masks that depend on the layout.
 
     Raises:
-        ValueError: attention dropout, or variables that contradict ``attention_backend``.
+        UserError: variables that contradict ``attention_backend``.
     """
-    if config.context_parallel_size > 1 or config.attention_backend == "local":
+    if config.context_parallel_size > 1 or config.attention_backend == "local" or config.attention_dropout:
         return make_core_attention(config, layer_number, attn_mask_type, groups)
-    if config.attention_dropout:
-        raise UserError(
-            f"attention_dropout {config.attention_dropout:g}: Transformer Engine's attention draws its own dropout "
-            "masks, which depend on the layout; give --attention-dropout 0, or --attention-backend local"
-        )
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():
         if os.environ.setdefault(name, value) != value:

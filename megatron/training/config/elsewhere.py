@@ -135,7 +135,7 @@ ELSEWHERE = frozenset(
     use-fused-weighted-squared-relu use-gigatoken use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert
     use-kitchen-attention use-legacy-static-engine use-mup use-nccl-ub use-one-sent-docs use-ring-exchange-p2p
     use-same-sampling-seed-across-dp-ranks use-sharp use-te-activation-func
-    use-transformer-engine-op-fuser verify-integrity vision-backbone-type vision-pretraining vision-pretraining-type
+    use-transformer-engine-op-fuser vision-backbone-type vision-pretraining vision-pretraining-type
     wgrad-deferral-limit
     """.split()  # noqa: SIM905 - a list of words is easier to read
 )

@@ -21,13 +21,22 @@ class Retired:
     to: tuple[str, ...] = ()
     ignored: str = ""
     refused: str = ""
+    program: str = ""
+    """Whose flag it is, if not Megatron-LM's."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is refused."""
+        return f"is a flag of {self.program}" if self.program else "is not a flag any more"
 
     @property
     def meaning(self) -> str:
         """For the flag reference and for notices."""
         if self.to:
             return "means " + " ".join("..." if token == OPERANDS else token for token in self.to)
-        return f"accepted without effect: {self.ignored}" if self.ignored else f"refused: {self.refused}"
+        if self.ignored:
+            return f"accepted without effect: {self.ignored}"
+        return f"refused: {self.refused}" + f" (a flag of {self.program})" * bool(self.program)
 
 
 def _to(*tokens: str) -> Retired:
@@ -46,6 +55,11 @@ def _refused(fix: str) -> Retired:
     return Retired(refused=fix)
 
 
+def _of(program: str, fixes: dict[str, str]) -> dict[str, Retired]:
+    return {name: Retired(refused=fix, program=program) for name, fix in fixes.items()}
+
+
+_LORA = "all weights are trained: there are no adapters"
 _FULL = ("--recompute-granularity", "full", "--recompute-method")
 _CONTIGUOUS = _ignored("gradients always lie in contiguous buffers")
 _SPLIT_MODEL = _refused("encoder and decoder share one pipeline; lay it out with --pipeline-model-parallel-layout")
@@ -147,7 +161,35 @@ RETIRED: dict[str, Retired] = {
     "--log-batch-size-to-tensorboard": _ignored("always logged"),
     "--log-learning-rate-to-tensorboard": _ignored("always logged"),
     "--no-log-learnig-rate-to-tensorboard": _ignored("the learning rate is always logged"),
+    "--verify-integrity": _ignored("what is loaded is always verified"),
     # other programs
+    **_of("fine-tuning programs", dict.fromkeys(("--lora-rank", "--lora-r", "--lora-alpha", "--lora-dropout",
+        "--lora-target-modules", "--use-lora", "--use-peft", "--qlora"), _LORA)),
+    **_of("Hugging Face's Trainer", {
+        "--per-device-train-batch-size": "--micro-batch-size",
+        "--per-device-eval-batch-size": "--eval-micro-batch-size",
+        "--gradient-accumulation-steps": "--global-batch-size says how many sequences an update takes, over all ranks",
+        "--num-train-epochs": "--train-samples or --train-iters",
+        "--max-steps": "--train-iters",
+        "--warmup-steps": "--lr-warmup-iters",
+        "--warmup-ratio": "--lr-warmup-fraction",
+        "--lr-scheduler-type": "--lr-decay-style",
+        "--logging-steps": "--log-interval",
+        "--save-steps": "--save-interval",
+        "--eval-steps": "--eval-interval",
+        "--max-grad-norm": "--clip-grad",
+        "--output-dir": "--save",
+        "--resume-from-checkpoint": "--load",
+        "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--model-name-or-path": "the model's sizes are flags; tools convert weights",
+        "--max-seq-length": "--seq-length",
+    }),
+    **_of("nanoGPT", {
+        "--n-layer": "--num-layers", "--n-head": "--num-attention-heads", "--n-embd": "--hidden-size",
+        "--block-size": "--seq-length", "--max-iters": "--train-iters",
+    }),
+    **_of("torchrun", dict.fromkeys(("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port",
+        "--rdzv-endpoint", "--rdzv-backend", "--standalone"), "give it before the script, behind the word torchrun")),
     "--inference-max-batch-size": _renamed("--inference-max-requests"),
 }
 """By normalized spelling (``-`` for ``_``, lower case)."""
@@ -173,7 +215,7 @@ def modernize(found: list[Segment], known: Container[str]) -> tuple[list[Segment
         if entry is None:
             kept.append(segment)
         elif entry.refused:
-            problems.append(Problem(segment.typed, "is not a flag any more", fix=entry.refused))
+            problems.append(Problem(segment.typed, entry.reason, fix=entry.refused))
         else:
             notices.append(f"{segment.typed} {entry.meaning}")
             for token in entry.to:

@@ -6,9 +6,10 @@ import pytest
 
 from megatron.core.cli import ConfigError, flags_of
 from megatron.training import rules_checkpoints, rules_data, rules_layout, rules_model, rules_training
-from megatron.training.arguments import parse_args
+from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import GROUPS
+from megatron.training.notices import notices
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
 
@@ -75,7 +76,6 @@ def test_consistent_settings_pass(text):
         ("--seq-length 64", "--max-position-embeddings 32: is smaller than --seq-length 64; give at least 64"),
         ("--no-position-embedding", "--no-position-embedding: contradicts learned positions"),
         ("--use-rope-scaling", "--use-rope-scaling: needs rotary positions; --position-embedding-type rope"),
-        ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32.0: counts only with"),
         ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0: must be more than 0"),
         ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2: rotates 3 of 16 channels"),
         ("--position-embedding-type yarn", "--yarn-original-max-position-embeddings: is required"),
@@ -115,7 +115,6 @@ def test_consistent_settings_pass(text):
         ("--adam-beta2 1", "--adam-beta2 1: must be at least 0 and less than 1"),
         ("--iterations-to-skip 0 3", "--iterations-to-skip 0 3: must be at least 1"),
         # checkpoints, evaluation, logs
-        ("--save-interval 5", "--save-interval 5: needs --save DIRECTORY"),
         ("--save x --save-interval 5 --save-retain-interval 12", "--save-retain-interval 12: is not a multiple"),
         ("--ckpt-step 5", "--ckpt-step 5: needs --load DIRECTORY"),
         ("--save x --max-failed-saves 0", "--max-failed-saves 0: must be at least 1"),
@@ -131,6 +130,8 @@ def test_consistent_settings_pass(text):
         # data
         ("--data-path x", "--mock-data: contradicts --data-path; give one source of data"),
         ("--encoder-seq-length 16", "--encoder-seq-length 16: contradicts --seq-length 32"),
+        ("--eval-iters 99999999999", "--eval-iters 99999999999: takes 199,999,999,998 samples, whose order alone fills"),
+        ("--train-iters 99999999999", "--train-iters 99999999999: takes 199,999,999,998 samples"),
         ("--num-workers -1", "--num-workers -1: must be at least 0"),
         ("--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: there is no such file"),
         ("--tokenizer-type GPT2BPETokenizer", "--vocab-file: is required by --tokenizer-type GPT2BPETokenizer"),
@@ -274,3 +275,35 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
     suffixes = ("_path", "_dir", "_file", "_cfg", "_checkpoint", "_config_path")
     text = {spec.field for spec in flags_of(*GROUPS) if spec.type_name == "str" and not spec.choices}
     assert {name for name in text if name.endswith(suffixes)} <= set(rules_checkpoints.PATHS)
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        ("--save-interval 5", "--save-interval 5: no effect without --save DIRECTORY; nothing is saved"),
+        ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32: no effect without"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
+    ],
+)
+def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
+    given = parse_args(f"{TINY} {text}".split())
+    resolved = validate_args(given, 1)
+    assert resolved.save_interval is None and resolved.recompute_num_layers is None
+    assert len([each for each in notices(given, resolved) if each.startswith(notice)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--lora-rank", "--lora-rank: is a flag of fine-tuning programs; all weights are trained"),
+        ("--gradient_accumulation_steps", "is a flag of Hugging Face's Trainer; --global-batch-size"),
+        ("--nproc-per-node", "is a flag of torchrun; give it before the script"),
+    ],
+)  # fmt: skip
+def test_a_flag_of_another_program_is_answered_as_such(flag, answer):
+    (found,) = problems(f"{flag} 8")
+    assert answer in found and "did you mean" not in found
+
+
+def test_integrity_is_always_verified():
+    assert problems("--verify-integrity") == []

@@ -6,8 +6,9 @@ import pytest
 
 from megatron.core.cli import ConfigError
 from megatron.training import rules_backends
-from megatron.training.arguments import parse_args
-from megatron.training.resolve import resolve
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.notices import notices
+from megatron.training.resolve import needs_built_in_layers, resolve
 from megatron.training.rules import check
 from tests.test_utils import fake_apex
 
@@ -36,24 +37,39 @@ def everything_installed(monkeypatch):
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
 
 
-@pytest.mark.parametrize(
-    ("text", "world_size", "problem"),
-    [
-        ("--attention-dropout 0.1", 1, "--attention-dropout 0.1: is not for --transformer-impl transformer_engine"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap", 2, "--tp-comm-overlap: lets halves"),
-        ("--fp32-residual-connection", 1, "--fp32-residual-connection: needs norms that read float32"),
-        ("--use-torch-fsdp2 --ckpt-format torch_dist", 2, "--use-torch-fsdp2: replaces weights by shards"),
-        ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8", 2,
-         "--pipeline-schedule zero-bubble: puts off weight gradients"),
-        ("--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2,
-         "--num-query-groups 1: is smaller than --tensor-model-parallel-size 2"),
-        ("--recompute-activations --recompute-modules layernorm", 1, "--recompute-modules layernorm: layernorm is"),
-        ("--flash-attention-version 2 --bf16", 1, "--flash-attention-version 2: is not for --transformer-impl"),
-    ],
-)  # fmt: skip
-def test_what_transformer_engine_cannot_do_is_refused(text, world_size, problem, everything_installed):
-    found = problems(f"{ENGINE} --attention-dropout 0 {text}", world_size)
-    assert len(found) == 1 and found[0].startswith(problem), found
+BUILT_IN = [
+    ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2", 2),
+    ("--fp32-residual-connection", 1),
+    ("--use-torch-fsdp2 --ckpt-format torch_dist", 2),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8", 2),
+    ("--pipeline-model-parallel-size 2 --delay-wgrad-compute --global-batch-size 8", 2),
+    ("--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2),
+    ("--recompute-activations --recompute-modules layernorm", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "world_size"), BUILT_IN)
+def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
+    """The package need not be there then; one notice says what takes its place, and why."""
+    assert problems(f"{ENGINE} {text}", world_size) == []
+    given = parse_args((TINY + ENGINE + text).split())
+    resolved = validate_args(given, world_size)
+    assert resolved.transformer_impl == "local"
+    flag = next(word for word in text.split() if word in " ".join(needs_built_in_layers(resolved)))
+    (sentence,) = [each for each in notices(given, resolved) if "take its place" in each]
+    assert sentence.startswith("--transformer-impl transformer_engine: built-in layers") and flag in sentence
+
+
+def test_attention_with_dropout_is_built_in(everything_installed):
+    given = parse_args((TINY + ENGINE).split())
+    resolved = validate_args(given, 1)
+    assert resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout == 0.1
+    assert [each for each in notices(given, resolved) if each.startswith("--attention-dropout 0.1: attention is built")]
+
+
+def test_flash_attention_of_a_version_is_not_for_transformer_engine(everything_installed):
+    (found,) = problems(f"{ENGINE} --attention-dropout 0 --flash-attention-version 2 --bf16")
+    assert found.startswith("--flash-attention-version 2: is not for --transformer-impl")
 
 
 def test_settings_that_transformer_engine_can_do_pass(everything_installed):

@@ -136,10 +136,12 @@ def test_the_missing_package_is_named_with_its_install_command(monkeypatch):
         get_gpt_layer_with_transformer_engine_spec()
 
 
-def test_attention_dropout_is_refused(monkeypatch):
+def test_attention_with_dropout_is_the_built_in_one(monkeypatch):
+    """The same masks as without the package."""
     fake_transformer_engine.install(monkeypatch)
-    with pytest.raises(ValueError, match="draws its own dropout masks"):
-        make_model(True, attention_dropout=0.1)
+    engine, ours = (losses(make_model(built, attention_dropout=0.3)) for built in (True, False))
+    torch.testing.assert_close(engine, ours)
+    assert not torch.allclose(ours, losses(make_model(False)))
 
 
 def test_contradicting_variables_are_refused(monkeypatch):

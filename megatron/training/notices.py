@@ -1,0 +1,48 @@
+"""What a run does otherwise than it was asked, or need not do at all: one sentence each, for the log. Torch-free.
+
+Only what leaves the results alone is done otherwise; everything else is refused by a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.resolve import needs_built_in_layers
+
+
+def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+    """Args: settings as parsed, and as ``resolve`` completed them."""
+    for name in ("distributed_backend", "split"):
+        if name not in given.explicit and getattr(given, name) != getattr(resolved, name):
+            yield f"{name}: {getattr(resolved, name)} (chosen, as it was not given)"
+    for name in ("sequence_parallel", "tp_comm_overlap"):
+        if getattr(given, name) and not getattr(resolved, name):
+            yield f"{name}: off, as --tensor-model-parallel-size is 1"
+    if resolved.tp_comm_overlap and resolved.micro_batch_size % 2:
+        size = resolved.micro_batch_size
+        yield f"--tp-comm-overlap: no effect with --micro-batch-size {size}, of which there are no halves; give 2"
+    yield from _layers(given, resolved)
+    yield from _without_effect(given, resolved)
+
+
+def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+    if given.transformer_impl != resolved.transformer_impl:
+        reasons = ", ".join(needs_built_in_layers(given))
+        yield f"--transformer-impl {given.transformer_impl}: built-in layers take its place, which {reasons} needs"
+    own_attention = resolved.context_parallel_size > 1 or resolved.attention_backend == "local"
+    if resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout and not own_attention:
+        yield (
+            f"--attention-dropout {resolved.attention_dropout:g}: attention is built-in, not Transformer Engine's, "
+            "whose masks depend on the layout; --attention-dropout 0 takes that package's kernels"
+        )
+
+
+def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
+    for field, flag in (("save_interval", "--save-interval"), ("save_retain_interval", "--save-retain-interval")):
+        if getattr(given, field) is not None and getattr(resolved, field) is None:
+            yield f"{flag} {getattr(given, field)}: no effect without --save DIRECTORY; nothing is saved"
+    if given.recompute_num_layers is not None and resolved.recompute_num_layers is None:
+        yield f"--recompute-num-layers {given.recompute_num_layers}: no effect without --recompute-granularity full"
+    if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
+        yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
