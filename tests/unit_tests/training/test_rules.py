@@ -130,7 +130,7 @@ def test_consistent_settings_pass(text):
         # data
         ("--data-path x", "--mock-data: contradicts --data-path; give one source of data"),
         ("--encoder-seq-length 16", "--encoder-seq-length 16: contradicts --seq-length 32"),
-        ("--eval-iters 99999999999", "--eval-iters 99999999999: takes 199,999,999,998 samples, whose order alone fills"),
+        ("--eval-iters 99999999999", "--eval-iters 99999999999: takes 199,999,999,998 samples, whose order"),
         ("--train-iters 99999999999", "--train-iters 99999999999: takes 199,999,999,998 samples"),
         ("--num-workers -1", "--num-workers -1: must be at least 0"),
         ("--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: there is no such file"),
