@@ -70,8 +70,8 @@ class History:
         retain = ["--save-retain-interval", "8"] if self.retain else []
         return [
             *common.MODEL_FLAGS, *common.data_flags(data), "--data-cache-path", str(cache), "--save", str(save),
-            "--load", str(save), "--train-iters", str(ITERATIONS), "--save-interval", str(save_interval), "--eval-interval", "5",
-            *precision, *retain, *flags.split(),
+            "--load", str(save), "--train-iters", str(ITERATIONS), "--save-interval", str(save_interval),
+            "--eval-interval", "5", *precision, *retain, *flags.split(),
         ]  # fmt: skip
 
 
