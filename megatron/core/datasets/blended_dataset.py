@@ -65,7 +65,9 @@ class BlendedDataset:
             "dataset_index": ((length,), "int16"),
             "dataset_sample_index": ((length,), "int64"),
         }
-        cache = IndexCache(self.config.path_to_cache, f"{type(self).__name__}-{self.split.name}", identity, layout)
+        bounds = {"dataset_index": [(0, len(self.datasets) - 1)], "dataset_sample_index": [(0, length - 1)]}
+        kind = f"{type(self).__name__}-{self.split.name}"
+        cache = IndexCache(self.config.path_to_cache, kind, identity, layout, bounds)
         arrays = cache.get(build)
         return arrays["dataset_index"], arrays["dataset_sample_index"]
 

@@ -60,8 +60,10 @@ class BlendedMegatronDatasetBuilder:
         ``multiple_validation_sets`` a list. Weighted blends hold at least the size asked for; blends without weights
         hold each source once, interleaved by size, and at most the size asked for.
 
+        A share of a common source that leaves no test sample gives no test data, with a warning.
+
         Raises:
-            ValueError: a split that samples are asked of is empty or too short for one.
+            ValueError: another split that samples are asked of is empty or too short for one, or named test data is.
         """
         if not self.is_built_on_rank():
             return [None] * len(Split)
@@ -73,6 +75,17 @@ class BlendedMegatronDatasetBuilder:
         return self.config.blend
 
     def _build_split(self, split: Split) -> Any:
+        try:
+            return self._build_wanted(split)
+        except EmptySplitError as error:
+            # --eval-iters asks for validation and test alike, and a share of 1 % of a small corpus holds no document:
+            # only whoever names test data asks for a test
+            if split is not Split.test or self.config.blend_per_split is not None:
+                raise
+            logger.warning("no test evaluation at the end, since there is no test data: %s", error)
+            return None
+
+    def _build_wanted(self, split: Split) -> Any:
         size, config = self.sizes[split.value], self.config
         blend = self._blend(split)
         bounds = WHOLE if config.split_matrix is None else config.split_matrix[split.value]

@@ -234,8 +234,15 @@ class GPTDataset(MegatronDataset):
             "sample_index": ((samples + 1, 2), sample_dtype),
             "shuffle_index": ((samples,), "uint32" if samples < np.iinfo(np.uint32).max - 1 else "int64"),
         }
+        longest = int(self.dataset.sequence_lengths.max())
+        bounds = {
+            "document_index": [(int(self.indices.min()), int(self.indices.max()))],
+            "sample_index": [(0, documents), (0, longest)],
+            "shuffle_index": [(0, samples - 1)],
+        }
         kind = f"{type(self).__name__}-{self.index_split.name}"
-        return GPTIndices(**IndexCache(folder, kind, self._cache_identity(prefix, drop), layout).get(build))
+        cache = IndexCache(folder, kind, self._cache_identity(prefix, drop), layout, bounds)
+        return GPTIndices(**cache.get(build))
 
     def _cache_identity(self, prefix: str, drop: bool) -> dict[str, Any]:
         """All that the indices depend on. Not the number of samples: only the epochs it leads to matter."""

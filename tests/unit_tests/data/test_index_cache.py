@@ -37,7 +37,8 @@ def test_files_have_the_known_names_and_no_pickle(tmp_path):
     assert sorted(path.name for path in Path(cache.folder).iterdir() if path.suffix != ".lock") == sorted(
         f"{cache.key}-GPTDataset-train-{name}" for name in NAMES
     )
-    assert json.loads(Path(f"{cache.base}-description.txt").read_text()) == {"seed": 1234}
+    description, _, checksums = Path(f"{cache.base}-description.txt").read_text().rpartition("\n")
+    assert json.loads(description) == {"seed": 1234} and json.loads(checksums).keys() == LAYOUT.keys()
     again = cache_in(cache.folder).get(refuse)
     for name, (shape, dtype) in LAYOUT.items():
         assert built[name].tobytes() == again[name].tobytes() == arrays()[name].tobytes()
@@ -51,7 +52,7 @@ def test_another_identity_is_another_key(tmp_path):
 
 @pytest.mark.parametrize("victim", NAMES)
 @pytest.mark.parametrize("damage", ["truncated", "empty", "missing", "longer", "garbage"])
-def test_a_damaged_cache_is_rebuilt(tmp_path, victim, damage):
+def test_a_damaged_cache_is_rebuilt(tmp_path, victim, damage, caplog):
     cache = cache_in(tmp_path)
     cache.get(arrays)
     path = Path(f"{cache.base}-{victim}")
@@ -69,8 +70,57 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, victim, damage):
                 path.write_bytes(content + b" ")
         else:
             path.write_bytes(new)
-    result = cache_in(tmp_path).get(arrays)
+    with caplog.at_level(logging.WARNING):
+        result = cache_in(tmp_path).get(arrays)
     assert result["first"].tobytes() == arrays()["first"].tobytes()
+    unfinished = damage == "missing" and victim == "description.txt"  # as a kill leaves it: nothing to warn of
+    assert len(caplog.records) == (0 if unfinished else 1) and (unfinished or str(path) in caplog.text)
+    cache_in(tmp_path).get(refuse)
+
+
+def test_no_flipped_bit_gives_another_array(tmp_path, caplog):
+    """Every bit of every file: the arrays that were written, and a warning that names the file."""
+    cache = cache_in(tmp_path)
+    cache.get(arrays)
+    for name in NAMES:
+        path = Path(f"{cache.base}-{name}")
+        content = path.read_bytes()
+        for position in range(len(content)):
+            flipped = bytearray(content)
+            flipped[position] ^= 1 << position % 8
+            path.write_bytes(flipped)
+            caplog.clear()
+            result = cache_in(tmp_path).get(arrays)
+            assert all(result[key].tobytes() == array.tobytes() for key, array in arrays().items()), (name, position)
+            same = path.read_bytes() == bytes(flipped)  # padding of a header: nothing was rebuilt
+            assert same != (str(path) in caplog.text), (name, position)
+            path.write_bytes(content)
+
+
+def test_numbers_outside_their_range_are_rebuilt(tmp_path, caplog):
+    """What a broken writer left with a right checksum."""
+    bounds = {"first": [(0, 3)], "second": [(0, 2), (1, 3)]}
+    IndexCache(str(tmp_path), "GPTDataset-train", {"seed": 1234}, LAYOUT, bounds).get(arrays)
+    for wrong in ({"first": [(0, 2)]}, {"first": [(1, 3)]}, {"second": [(0, 2), (1, 2)]}):
+        caplog.clear()
+        IndexCache(str(tmp_path), "GPTDataset-train", {"seed": 1234}, LAYOUT, wrong).get(arrays)
+        assert "holds numbers outside" in caplog.text
+    IndexCache(str(tmp_path), "GPTDataset-train", {"seed": 1234}, LAYOUT, bounds).get(refuse)
+
+
+def test_a_cache_is_not_synced(tmp_path, monkeypatch):
+    """It can be rebuilt, and thousands of small syncs make a start slow."""
+    monkeypatch.setattr(os, "fsync", refuse)
+    cache_in(tmp_path).get(arrays)
+    cache_in(tmp_path).get(refuse)
+
+
+def test_a_cache_of_a_version_without_checksums_is_rebuilt_silently(tmp_path, caplog):
+    cache = cache_in(tmp_path)
+    cache.get(arrays)
+    Path(f"{cache.base}-description.txt").write_text(cache.description)
+    cache_in(tmp_path).get(arrays)
+    assert not caplog.records
     cache_in(tmp_path).get(refuse)
 
 

@@ -109,11 +109,29 @@ def test_a_full_pass_of_weighted_sources_is_refused(prefixes):
 
 def test_samples_of_an_empty_split_are_refused_in_one_line(prefixes):
     with pytest.raises(
-        EmptySplitError, match=r"4 samples of test asked of .*source2.* 0 documents.*--split \(now 969,30,1\)"
+        EmptySplitError, match=r"4 samples of valid asked of .*source2.* 0 documents.*--split \(now 989,1,10\)"
     ) as error:
-        build([10, 10, 4], blend=([prefixes[2]], None), split="969,30,1")
+        build([10, 4, 10], blend=([prefixes[2]], None), split="989,1,10")
     assert "\n" not in str(error.value)
-    assert build([10, 10, 0], blend=([prefixes[2]], None), split="969,30,1")[2] is None
+    assert build([10, 0, 0], blend=([prefixes[2]], None), split="989,1,10")[1] is None
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 0.5]])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_test_that_nobody_asked_for_is_left_out_with_one_line(prefixes, caplog, count, weights):
+    """--eval-iters counts for both evaluations, and the default share of the test is 1 in 1000."""
+    paths = prefixes[1:] if count == 2 else [prefixes[2]]
+    blend = (paths, weights if count == 2 else None)
+    train, valid, test = build([10, 10, 4], blend=blend, split="949,50,1")
+    assert train is not None and valid is not None and test is None
+    [line] = [message for message in caplog.messages if "no test evaluation" in message]
+    assert "--split" in line and paths[-1] in line
+
+
+def test_named_test_data_without_a_sample_is_refused(prefixes):
+    blends = [([prefixes[0]], None), None, ([prefixes[2]], None)]
+    with pytest.raises(EmptySplitError, match="of test asked of"):
+        build([10, 0, 4], blend_per_split=blends, sequence_length=5000)
 
 
 def test_a_split_without_a_share_gives_no_data_and_says_so(prefixes, caplog):

@@ -10,6 +10,7 @@ import pytest
 from megatron.core.datasets.preprocessing import pipeline, worker
 from megatron.core.datasets.preprocessing.pipeline import preprocess
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+from megatron.core.errors import UserError
 from megatron.core.tokenizers import build_tokenizer
 from tests.test_utils.preprocessing import BYTES, DOCUMENTS, compressed, jsonl, pair, run, texts
 
@@ -123,8 +124,19 @@ def test_an_error_in_a_worker_arrives_with_its_traceback(tmp_path, monkeypatch):
 
 def test_a_killed_worker_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.core.tokenizers.simple.ByteLevelTokenizer.tokenize_batch", lambda *_: os._exit(9))
-    with pytest.raises(RuntimeError, match="a worker process died"):
+    with pytest.raises(UserError, match="a worker process died"):
         run(tmp_path, jsonl(), workers=2)
+
+
+def test_a_killed_worker_is_one_message_of_the_program(tmp_path, monkeypatch, capfd):
+    from tools.preprocess_data import main
+
+    monkeypatch.setattr("megatron.core.tokenizers.simple.ByteLevelTokenizer.tokenize_batch", lambda *_: os._exit(9))
+    (tmp_path / "in.jsonl").write_bytes(jsonl())
+    argv = ["--input", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "out"), "--workers", "2"]
+    assert main([*argv, "--tokenizer-type", "ByteLevelTokenizer"]) == 1
+    [line] = capfd.readouterr().err.strip().splitlines()
+    assert line.startswith("preprocess_data.py: error: a worker process died") and "--workers" in line
 
 
 def test_two_runs_with_one_prefix_are_refused(tmp_path):
