@@ -122,21 +122,17 @@ class IndexCache:
             return None
 
     def _checksums(self, found: bytes) -> dict[str, Any]:
-        """By array, from the line that follows the description."""
-        text, _, line = found.rpartition(b"\n")
-        with contextlib.suppress(ValueError):
-            values = json.loads(line)
-            if text == self.description.encode() and isinstance(values, dict):
-                return values
-        raise ValueError(f"{self.base}-description.txt is not what was written")
+        """By array, from the line behind the description; the last line is the checksum of both."""
+        body, _, own = found.rpartition(b"\n")
+        text, _, line = body.rpartition(b"\n")
+        if own != b"%08x" % zlib.crc32(body) or text != self.description.encode():
+            raise ValueError(f"{self.base}-description.txt is not what was written")
+        return json.loads(line)
 
     def _read(self, name: str, checksum: Any) -> np.ndarray:
         """One array; ``ValueError`` names its file and what is wrong with it."""
         path = f"{self.base}-{name}.npy"
-        try:
-            array = map_npy(path)
-        except (ValueError, EOFError, SyntaxError, TypeError) as error:  # numpy's answers to a damaged header
-            raise ValueError(f"{path} is no array: {error}") from error
+        array = map_npy(path)
         shape, dtype = self.layout[name]
         if array.shape != shape or array.dtype.name != dtype:
             raise ValueError(f"{path} holds {array.dtype.name}{list(array.shape)} instead of {dtype}{list(shape)}")
@@ -154,8 +150,9 @@ class IndexCache:
             with self._renamed(f"{self.base}-{name}.npy") as stream:
                 np.lib.format.write_array(stream, array, allow_pickle=False)
         checksums = json.dumps({name: _checksum(array) for name, array in arrays.items()})
+        body = f"{self.description}\n{checksums}".encode()
         with self._renamed(f"{self.base}-description.txt") as stream:
-            stream.write(f"{self.description}\n{checksums}".encode())
+            stream.write(b"%b\n%08x" % (body, zlib.crc32(body)))
 
     @contextlib.contextmanager
     def _renamed(self, path: str) -> Iterator[BinaryIO]:

@@ -10,6 +10,7 @@ import functools
 import mmap
 import os
 import weakref
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -58,10 +59,13 @@ def map_npy(path: str) -> np.ndarray:
         ValueError: not a complete file of plain numbers.
     """
     with open(path, "rb") as stream:
-        version = np.lib.format.read_magic(stream)
-        if version != (1, 0):
-            raise ValueError(f"{path} has .npy version {version}")
-        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+        try:
+            version = np.lib.format.read_magic(stream)
+            if version != (1, 0):
+                raise ValueError(f"version {version} of the format")
+            shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(stream)
+        except (ValueError, EOFError, SyntaxError, TypeError, TokenError) as error:  # numpy's answers to a bad header
+            raise ValueError(f"{path} is no array of numbers: {error}") from error
         start = stream.tell()
     buffer = map_file(path)
     if dtype.hasobject or fortran_order or len(buffer) - start != int(np.prod(shape, dtype=np.int64)) * dtype.itemsize:

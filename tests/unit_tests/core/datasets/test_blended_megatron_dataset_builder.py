@@ -125,13 +125,13 @@ def test_a_test_that_nobody_asked_for_is_left_out_with_one_line(prefixes, caplog
     train, valid, test = build([10, 10, 4], blend=blend, split="949,50,1")
     assert train is not None and valid is not None and test is None
     [line] = [message for message in caplog.messages if "no test evaluation" in message]
-    assert "--split" in line and paths[-1] in line
+    assert "--split" in line and any(path in line for path in paths)
 
 
 def test_named_test_data_without_a_sample_is_refused(prefixes):
     blends = [([prefixes[0]], None), None, ([prefixes[2]], None)]
     with pytest.raises(EmptySplitError, match="of test asked of"):
-        build([10, 0, 4], blend_per_split=blends, sequence_length=5000)
+        build([10, 0, None], blend_per_split=blends, sequence_length=5000)
 
 
 def test_a_split_without_a_share_gives_no_data_and_says_so(prefixes, caplog):
