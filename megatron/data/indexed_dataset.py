@@ -9,6 +9,7 @@ import glob
 import logging
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,8 @@ class IndexedDataset:
                 raise MissingDatasetError(
                     f"{path} does not exist. A data set is a pair of files {self.path_prefix}.bin and .idx"
                 )
+        # before they are opened: what changes afterwards is noticed
+        self._stamps = {path: os.stat(path) for path in (idx_path, bin_path)}
         self.index: Index = read_index(idx_path, os.path.getsize(bin_path), multimodal)
         reader = MemoryMappedTokens if mmap else FileTokens
         self._tokens = reader(bin_path, self.index.dtype)
@@ -158,6 +161,31 @@ class IndexedDataset:
             out[filled : filled + count] = self._tokens.read(start // size + offset, count)
             filled, offset = filled + count, 0
         return filled
+
+    def changes(self) -> Iterator[str]:
+        """How the files differ from those that were opened, in words.
+
+        Raises:
+            IndexedDatasetError: one is shorter than it was: its end reads as zeros, or kills the process.
+        """
+        for path, before in self._stamps.items():
+            try:
+                now = os.stat(path)
+            except OSError as error:
+                yield f"{path} cannot be found any more ({error.strerror}): this run goes on with what it opened"
+                continue
+            # another file of that name (renamed into its place) leaves the one that is mapped as it is
+            is_same = (now.st_dev, now.st_ino) == (before.st_dev, before.st_ino)
+            if is_same and now.st_size < before.st_size:
+                raise IndexedDatasetError(
+                    f"{path} was cut while this run read it: it had {before.st_size} bytes and has {now.st_size}, and"
+                    " what is missing may have been read as zeros. Copy the file again and continue from the last checkpoint"
+                )
+            if not is_same or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+                yield (
+                    f"{path} was {'written to' if is_same else 'replaced'} while this run reads it: samples may not be"
+                    " those of the file that it began with, and a resumed run will read the new one"
+                )
 
     @property
     def sequence_lengths(self) -> np.ndarray:

@@ -32,6 +32,7 @@ from megatron.training.exit_conditions import ExitConditions
 from megatron.training.hooks.base import RunInfo
 from megatron.training.hooks.batch_position import BatchPositionHook
 from megatron.training.hooks.build import build_hooks
+from megatron.training.hooks.data_files import data_file_hooks
 from megatron.training.initialize import (
     configure_logging,
     initialize_megatron,
@@ -148,7 +149,9 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
-    parts.hooks = build_hooks(cfg, run_info(cfg, parts), task.timers)
+    parts.hooks = [
+        *data_file_hooks((train, valid, test), cfg.log_interval), *build_hooks(cfg, run_info(cfg, parts), task.timers)
+    ]  # fmt: skip
     return parts
 
 

@@ -213,3 +213,30 @@ def test_metrics_hold_plain_json(gloo_pool, dataset, tmp_path):
     gloo_pool.run(train, 1, data_flags(dataset, tmp_path / "run"))
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         assert {"kind", "iteration", "consumed_samples"} <= set(json.loads(line))
+
+
+def train_on_data_that_is_cut(rank, world_size, argv, path):
+    """The file loses its end after the third batch; exit code and message."""
+    import os
+    from unittest import mock
+
+    from megatron.training.tasks.gpt import GPTTask
+
+    get_batch, calls = GPTTask.get_batch, []
+
+    def cut(self, iterator):
+        calls.append(1)
+        if len(calls) == 3:
+            os.truncate(path, os.path.getsize(path) - 10)
+        return get_batch(self, iterator)
+
+    with mock.patch.object(GPTTask, "get_batch", cut):
+        return train_with_errors(rank, world_size, argv)
+
+
+def test_data_that_is_cut_under_a_run_is_named_and_nothing_is_saved_of_it(gloo_pool, tmp_path):
+    data = write_dataset(tmp_path / "numbers")
+    argv = [*data_flags(data, tmp_path / "run"), "--save-interval", "1", "--log-interval", "100"]
+    [(code, message)] = gloo_pool.run(train_on_data_that_is_cut, 1, argv, f"{data}.bin")
+    assert code == 1 and f"{data}.bin was cut while this run read it" in message
+    assert not list((tmp_path / "run").glob("iter_*")), "it was cut in the first iteration"

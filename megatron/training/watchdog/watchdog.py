@@ -41,10 +41,10 @@ class Watchdog:
         self._listener: Listener | None = None
 
     def __enter__(self) -> Watchdog:
+        if not faulthandler.is_enabled():
+            faulthandler.enable(standard_error())  # a crash in native code shows where, of one process too
         if self.place is None:
             return self
-        if not faulthandler.is_enabled():
-            faulthandler.enable(standard_error())  # a crash in native code shows where
         patience = max(self.timeout, 1.0)
         try:
             self.store = dist.PrefixStore("groups", open_store(self.place, patience))
