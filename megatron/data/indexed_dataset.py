@@ -179,7 +179,7 @@ class IndexedDataset:
             if is_same and now.st_size < before.st_size:
                 raise IndexedDatasetError(
                     f"{path} was cut while this run read it: it had {before.st_size} bytes and has {now.st_size}, and"
-                    " what is missing may have been read as zeros. Copy the file again and continue from the last checkpoint"
+                    " what is missing may have been read as zeros. Copy it again and continue from the last checkpoint"
                 )
             if not is_same or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
                 yield (
