@@ -1,11 +1,13 @@
-"""The library without the training program: a loop of one's own, on two tensor-parallel ranks, with a checkpoint.
+"""The library without the training program: your own loop, on tensor-parallel ranks, with a checkpoint.
 
     torchrun --nproc_per_node=2 examples/run_simple_mcore_train_loop.py
+    python examples/run_simple_mcore_train_loop.py                          # the same on one process
 
 It runs on GPUs over NCCL and, where there are none, on CPUs over gloo. Data are mock data.
 """
 
 import argparse
+import os
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -93,7 +95,8 @@ def main():
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--checkpoint", type=Path, help="where the checkpoint goes; default: a temporary folder")
     arguments = parser.parse_args()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))  # as torchrun says
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=num_ranks, pipeline_model_parallel_size=1)
     model_parallel_cuda_manual_seed(123)
     compile_helpers()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

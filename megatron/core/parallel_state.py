@@ -2,7 +2,8 @@
 
 ``initialize_model_parallel`` builds a frozen ``ProcessGroups``; models read it once (``get_process_groups``) and pass
 it down. Where torch.distributed is not up yet it is started from torchrun's environment, over NCCL on GPUs and gloo on
-CPUs; without such an environment the program is one process and needs no torch.distributed at all.
+CPUs; without such an environment the program is one process: a group of one for its own calls of torch.distributed,
+which nothing here needs.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ def initialize_model_parallel(
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
     nccl_communicator_config_path: str | None = None,
     copy_engines: bool = True,
+    group_of_one: bool = True,
     **without_effect: Any,
 ) -> ProcessGroups:
     """Build the process groups of every axis and keep them for the getters of this module.
@@ -90,8 +92,9 @@ def initialize_model_parallel(
     before any group exists. Every process of the world calls it with the same arguments. ``order`` lists the axes from
     the fastest to the slowest, ``tp-cp-ep-pp-dp`` puts pipeline stages next to each other.
     ``nccl_communicator_config_path`` names a YAML file (``nccl_options.py``). ``copy_engines``: over NCCL, groups whose
-    ranks share a host get copy engines for what can go through them (``copy_engines/``). Further keywords that programs
-    pass and that change nothing here are logged with the reason; unknown ones are a TypeError.
+    ranks share a host get copy engines for what can go through them (``copy_engines/``). ``group_of_one``: see
+    :func:`start_alone`. Further keywords that programs pass and that change nothing here are logged with the reason;
+    unknown ones are a TypeError.
     """
     global _state
     _explain_keywords(without_effect)
@@ -115,6 +118,8 @@ def initialize_model_parallel(
         axes = [each.name for each in fields(ProcessGroups)]
         settings = settings | read_nccl_settings(nccl_communicator_config_path, axes)
     _start_distributed(timeout)
+    if group_of_one:
+        start_alone()
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
@@ -136,6 +141,13 @@ def _two_levels(sizes: Sequence[int] | None) -> tuple[int, int] | None:
     if len(sizes) != 2:
         raise UserError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
     return sizes[0], sizes[1]
+
+
+def start_alone() -> None:
+    """torch.distributed as a group of one, where no launcher started this process and nobody has: programs call it
+    (``get_rank``, ``barrier``) whatever the number of ranks."""
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _start_distributed(timeout: timedelta) -> None:

@@ -7,16 +7,14 @@ of the running program live in a context variable.
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
@@ -28,6 +26,7 @@ from megatron.core.timers import Timers
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.elsewhere import ELSEWHERE
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.hooks.base import Hook
 from megatron.training.initialize import (
     configure_logging,
     rank_from_environment,
@@ -159,6 +158,7 @@ def pretrain(
     process_non_loss_data_func: Callable | None = None,
     extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
     args_defaults: dict[str, Any] | None = None,
+    hooks: Sequence[Hook] = (),
     **optional: Any,
 ) -> None:
     """Parses ``sys.argv`` and trains what the four functions describe; leaves the process with the exit code if not 0.
@@ -171,6 +171,7 @@ def pretrain(
         process_non_loss_data_func: not available yet; anything but None is refused.
         extra_args_provider: adds the script's own flags to the parser.
         args_defaults: defaults that this script changes.
+        hooks: observers of the loop (``megatron.training.hooks.Hook``), on every rank.
         optional: what releases added behind these: ``get_embedding_ranks``, ``get_position_embedding_ranks``,
             ``store`` and ``inprocess_call_wrapper`` are accepted, as embeddings and restarts need no help;
             ``non_loss_data_func`` must be None.
@@ -189,16 +190,10 @@ def pretrain(
         "forward_step": _two_arguments(forward_step_func),
     }
     if not cfg.dry_run:
-        _start_alone()
-    code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions))
+        parallel_state.start_alone()
+    code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions), hooks)
     if code:
         sys.exit(code)
-
-
-def _start_alone() -> None:
-    """Scripts call torch.distributed whatever the number of ranks: one that no launcher started is a group of one."""
-    if not dist.is_initialized() and "RANK" not in os.environ:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
 def _two_arguments(forward_step: Callable) -> Callable:
@@ -225,6 +220,7 @@ def initialize_megatron(
         world_size_from_environment(),
     )
     configure_logging(cfg.logging_level)
+    parallel_state.start_alone()
     bring_up(cfg)
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)

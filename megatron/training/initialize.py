@@ -128,6 +128,7 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         num_distributed_optimizer_instances=cfg.num_distributed_optimizer_instances,
         hierarchical_context_parallel_sizes=cfg.hierarchical_context_parallel_sizes,
         copy_engines=cfg.copy_engines,
+        group_of_one=False,  # one process trains without torch.distributed, and so without a network
     )
     seed_everything(cfg.seed)
     return parallel_state.get_process_groups()

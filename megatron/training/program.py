@@ -6,12 +6,13 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
 
+from megatron.core import parallel_state
 from megatron.core.cli import ConfigError
 from megatron.core.dist_checkpointing.exchange import from_first_rank
 from megatron.core.errors import UserError
@@ -29,7 +30,7 @@ from megatron.training.dry_run import dry_run_report
 from megatron.training.endings import message_of, say, tell_launcher
 from megatron.training.evaluate import eval_sets
 from megatron.training.exit_conditions import ExitConditions
-from megatron.training.hooks.base import RunInfo
+from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.batch_position import BatchPositionHook
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.data_files import data_file_hooks
@@ -57,8 +58,10 @@ ConfigClass = TypeVar("ConfigClass")
 TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
-def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
+def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
     """Trains ``make_task(cfg, tokenizer)`` as ``cfg`` (parsed, not yet resolved) says; returns the exit code.
+
+    ``hooks`` observe the loop on every rank, after those that the flags ask for. A process may run again and again.
 
     A ``UserError`` (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
     MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and is not caught.
@@ -71,7 +74,7 @@ def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
                 sys.stdout.write(dry_run_report(cfg))
             return 0
         with Watchdog(cfg) as watchdog:
-            code = _run(cfg, make_task, watchdog)
+            code = _run(cfg, make_task, watchdog, hooks)
             watchdog.finish()
             shut_down()
     except UserError as error:
@@ -79,6 +82,8 @@ def run(cfg: PretrainConfig, make_task: TaskFactory) -> int:
     except Exception as error:
         tell_launcher(message_of(error), error)
         raise
+    finally:
+        parallel_state.destroy_model_parallel()
     if code == UNSAVED_EXIT_CODE:
         tell_launcher(f"the last checkpoint could not be written (exit code {code}); earlier ones are intact")
     return code
@@ -95,7 +100,7 @@ def _refuse(error: UserError) -> int:
     return 2 if configuration else 1
 
 
-def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int:
+def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook]) -> int:
     with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
         groups = initialize_megatron(cfg, watchdog.store)
         from_first_rank(lambda: check_save_folder(cfg), groups.world)
@@ -103,7 +108,7 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog) -> int
         tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
         check_build(parts, cfg)
-        parts.hooks = [BatchPositionHook(cfg), *replica_checks(cfg, parts), *parts.hooks]
+        parts.hooks = [BatchPositionHook(cfg), *replica_checks(cfg, parts), *parts.hooks, *hooks]
         watchdog.watch(parts)
         info = run_info(cfg, parts)
         for hook in parts.hooks:

@@ -16,8 +16,8 @@ def test_the_task_in_the_readme_trains(tmp_path):
     (tmp_path / "task.py").write_text(program)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
-        [sys.executable, str(tmp_path / "task.py"), *MODEL_FLAGS, "--mock-data", "--train-iters", "4"],
+        [sys.executable, str(tmp_path / "task.py"), *MODEL_FLAGS, "--mock-data", "--train-iters", "4", "--save", "run"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "training is complete after iteration 4" in result.stdout
+    assert "training is complete after iteration 4" in result.stdout and "iteration 4 is safe" in result.stdout

@@ -43,7 +43,7 @@ class RotaryTables(NamedTuple):
     sin: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass
 class SelfAttentionSubmodules:
     """Slots of :class:`SelfAttention`. Norms of queries and keys left None follow the configuration."""
 

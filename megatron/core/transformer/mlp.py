@@ -23,7 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class MLPSubmodules:
     """Slots of :class:`MLP`."""
 

@@ -10,9 +10,12 @@ from typing import Any
 from megatron.core.errors import UserError
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModuleSpec:
-    """A class (or any function that returns a module), constructor arguments, and the specs of its own slots."""
+    """A class (or any function that returns a module), constructor arguments, and the specs of its own slots.
+
+    Each call of a function that makes specs returns fresh ones: a program may replace their parts before it builds.
+    """
 
     module: Callable[..., Any]
     params: dict[str, Any] = field(default_factory=dict)

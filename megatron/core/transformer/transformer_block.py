@@ -47,7 +47,7 @@ class LayerList(nn.Module):
         return self.get_submodule(str(self.indices[position]))
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransformerBlockSubmodules:
     """One spec per layer of the whole model, and the final norm."""
 

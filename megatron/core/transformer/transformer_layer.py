@@ -31,7 +31,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransformerLayerSubmodules:
     """Slots of :class:`TransformerLayer`."""
 

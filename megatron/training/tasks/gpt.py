@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.errors import UserError
 from megatron.core.models.common.flops import gpt_flops_per_sample, num_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -63,6 +64,8 @@ class GPTTask(Task):
     @property
     def vocab_size(self) -> int:
         """The true size: padding is the model's own business and never trained."""
+        if self.tokenizer is None:
+            raise UserError("--tokenizer-type: is required; for token ids without text NullTokenizer with --vocab-size")
         return self.tokenizer.vocab_size
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:

@@ -68,10 +68,23 @@ def test_impossible_grids_say_why(make, message):
         make()
 
 
-def test_one_process_needs_no_distributed(monkeypatch):
+def test_one_process_is_a_group_of_one(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     parallel_state.initialize_model_parallel()
+    try:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        assert (dist.get_rank(), dist.get_world_size(), total.item()) == (0, 1, 1.0)
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def test_one_process_needs_no_distributed(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    parallel_state.initialize_model_parallel(group_of_one=False)
     try:
         assert parallel_state.model_parallel_is_initialized() and not dist.is_initialized()
         assert parallel_state.get_tensor_model_parallel_world_size() == 1 == mpu.get_data_parallel_world_size()
@@ -111,4 +124,4 @@ def test_importing_parallel_state_pulls_in_little():
         "print(len([m for m in sys.modules if m.split('.')[0] == 'megatron']))"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert int(result.stdout) <= 12
+    assert int(result.stdout) <= 13

@@ -97,8 +97,8 @@ def get_gpt_decoder_block_spec(
     _accept({*accepted} - {"qk_l2_norm"})
     assert config.num_layers is not None
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    one = layer_spec(backend, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm)
-    return TransformerBlockSubmodules([one] * config.num_layers, backend.norm)
+    norms = {"qk_layernorm": config.qk_layernorm, "qk_l2_norm": config.qk_l2_norm}
+    return TransformerBlockSubmodules([layer_spec(backend, **norms) for _ in range(config.num_layers)], backend.norm)
 
 
 def get_gpt_mtp_block_spec(
