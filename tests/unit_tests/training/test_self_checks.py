@@ -59,7 +59,8 @@ def test_layers_without_one_of_the_halves_are_another_programs_business():
 
 
 def test_a_wrong_sum_is_a_problem():
-    assert list(problems_of([layer(0)], 1, 17)) == ["the ranks hold 16 parameters, the settings make 17"]
+    (words,) = problems_of([layer(0)], 1, 17, "GPTTask")
+    assert words.startswith("the ranks hold 16 parameters, GPTTask.num_parameters() makes 17 of the settings")
 
 
 def test_the_layout_is_readable():
@@ -108,7 +109,7 @@ def test_layouts_hold_the_model_once(gloo_pool, name):
 def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
     messages = gloo_pool.run(build, 2, row("pp2-uneven"), "dropped_layer")
     assert messages[0] == messages[1] and "layer 7 is on no rank" in messages[0]
-    assert "the settings make" in messages[0]
+    assert "num_parameters() makes" in messages[0]
 
 
 @pytest.mark.parametrize(
