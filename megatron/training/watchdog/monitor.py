@@ -73,6 +73,8 @@ class Monitor(threading.Thread):
         self.finishing = self.stopped = False
         self.own_error = ""
         """The traceback by which the main thread is leaving."""
+        self.told = self.leaving = False
+        """The run's failure was heard; the main thread leaves by an error that needs no more words."""
         self.round_began: float | None = None
         self.ending = False
         self._one_ends = threading.Lock()
@@ -130,6 +132,7 @@ class Monitor(threading.Thread):
             leave_if_locked(self.limits.heart + self.limits.spreading)
         failure = self.board.failure()
         if failure is not None:
+            self.told = True
             self.board.acknowledge()
             self.end(failure)
         elif self.board.inquired():
@@ -234,7 +237,7 @@ class Monitor(threading.Thread):
     def _wait(self, seconds: float, condition: Callable[[], bool]) -> None:
         """Until ``condition`` holds; where it asks a store that is gone, that is for the monitor to find out."""
         limit = time.monotonic() + seconds
-        while time.monotonic() < limit:
+        while time.monotonic() < limit and not self.leaving:
             with contextlib.suppress(RuntimeError, OSError):
                 if condition():
                     return
@@ -249,6 +252,9 @@ class Monitor(threading.Thread):
         return Failure(None, f"{self.store_holder} holds it and is gone or out of reach ({reason})")
 
     def _store_is_gone(self, error: Exception, seconds: float) -> None:
+        if self.told and self.own_error:  # the holder raised the same error and left first: no further failure
+            self.leaving = True
+            return
         holder_died = bool(self.neighbours.dead())
         if not self.finishing and (holder_died or seconds > max(self.limits.grace, self.limits.heart / 3)):
             self.end(self.store_is_silent(str(error).splitlines()[0]))

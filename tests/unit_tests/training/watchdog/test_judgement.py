@@ -108,6 +108,20 @@ def test_a_rank_that_raises_alone_is_named_after_a_moment():
     first.main_thread_raised(report(0, "a bug"), consequence=False, speak=pytest.fail)  # no word of its own
 
 
+def test_an_error_that_all_ranks_have_heard_of_outlives_the_store(monkeypatch):
+    """Rank 0 holds the store and leaves as soon as all know: that is no death which the others must report."""
+    second = monitors(2)[1]
+    second.own_error = "trace"
+    second.board.declare(Failure(0, "the data is damaged", for_user=True, together=True))
+    second.neighbours = SimpleNamespace(dead=lambda: [0], pids=[0])
+    second._round()
+    monkeypatch.setattr(second, "end", lambda failure: pytest.fail(str(failure)))
+    second._store_is_gone(RuntimeError("Connection reset by peer"), 60.0)
+    began = time.monotonic()
+    second._wait(60.0, store_is_gone)  # as the main thread does
+    assert time.monotonic() - began < 30.0
+
+
 def store_is_gone(*args):
     raise RuntimeError("Connection reset by peer")
 
