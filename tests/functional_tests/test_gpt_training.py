@@ -75,6 +75,20 @@ def test_evaluations_of_the_same_weights_agree_exactly(gloo_pool, dataset, tmp_p
     assert len(records) == 2 and records[0]["lm loss"] == records[1]["lm loss"]
 
 
+def test_evaluation_is_without_dropout(gloo_pool, dataset, tmp_path):
+    """The same weights with and without dropout: the same validation and test losses, other training losses."""
+    results = {}
+    for rate in ("0", "0.5"):
+        flags = [*data_flags(dataset, tmp_path / rate), "--hidden-dropout", rate, "--attention-dropout", rate]
+        flags += ["--init-method-std", "0.2", "--train-iters", "1", "--lr-warmup-iters", "0", "--lr", "1e-12"]
+        gloo_pool.run(train, 1, flags)
+        records = read_records(tmp_path / rate / "metrics.jsonl")
+        results[rate] = {record["kind"]: record["lm loss"] for record in records}
+    for kind in ("valid", "test"):
+        np.testing.assert_allclose(results["0.5"][kind], results["0"][kind], rtol=1e-6)
+    assert abs(results["0.5"]["train"] - results["0"]["train"]) > 1e-2
+
+
 def train_counting_evaluations(rank, world_size, argv):
     """Like ``train``; the sets that were evaluated."""
     evaluated = []

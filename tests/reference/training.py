@@ -172,7 +172,7 @@ def loss_sum(c: Settings, weights: Weights, samples: list, first: int, training:
     """(sum over valid tokens, their number) of samples ``first`` and on of the stream."""
     batch = batch_of(c, samples, first)
     losses = Model(c, weights, batch, training).losses()
-    return (losses * torch.from_numpy(batch.loss_mask)).sum(), batch.loss_mask.sum()
+    return (losses * torch.from_numpy(batch.loss_mask)).sum(), float(batch.loss_mask.sum())
 
 
 def gradients_of(c: Settings, weights: Weights, samples: list, first: int) -> tuple[float, float, Weights]:

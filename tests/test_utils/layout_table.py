@@ -10,6 +10,10 @@ LLAMA = (
     "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --ffn-hidden-size 64"
     f" {NO_DROPOUT} {UNTIED}"
 )
+YARN = (
+    "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+    " --yarn-beta-fast 2 --yarn-beta-slow 0.2 --mscale 0.7"
+)
 MODELS = {
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
     "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
@@ -24,6 +28,17 @@ MODELS = {
     "deep": f"{DROPOUT} --num-layers 7",
     "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
     "post-norm": f"{DROPOUT} --apply-residual-connection-post-layernorm",
+    "yarn": f"{DROPOUT} {UNTIED} {YARN} --kv-channels 16 --qk-layernorm {GROUPS} 2 --decoupled-lr 3e-3",
+    "partly-rotated": (
+        f"{LLAMA} --kv-channels 12 --rotary-percent 0.5 --rotary-interleaved --qk-l2-norm {GROUPS} 2"
+        " --apply-wd-to-qk-layernorm --rotary-base 500"
+    ),
+    "llama-3-scaling": (
+        f"{LLAMA} --kv-channels 16 --use-rope-scaling --rope-scaling-factor 4 --rotary-base 300000 --qk-layernorm"
+        f" {GROUPS} 2 --apply-wd-to-qk-layernorm --norm-epsilon 1e-2 --decoupled-lr 2e-3 --decoupled-min-lr 1e-3"
+    ),
+    "bf16": f"{DROPOUT} --bf16 --position-embedding-type rope --adam-eps 1e-2",
+    "fp16": f"{NO_DROPOUT} --fp16 --loss-scale 256 --swiglu {UNTIED} --decoupled-lr 1e-3 --adam-eps 1e-2",
 }
 
 SP = "--sequence-parallel"
@@ -229,9 +244,24 @@ CUT_LAYERS = {
     "pp2-whole": ("deep", f"{PP2} --whole-layers-in-pipeline-split", 2),
 }  # fmt: skip
 
+MORE_MODELS = {
+    "yarn-tp2-sp": ("yarn", f"{TP2} {SP}", 2),
+    "yarn-cp2": ("yarn", CP2, 2),
+    "yarn-pp2": ("yarn", PP2, 2),
+    "partly-rotated-tp2-sp-cp2": ("partly-rotated", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "llama-3-scaling-tp2-sp-pp2": (
+        "llama-3-scaling", f"{PP2} --tensor-model-parallel-size 2 {SP}", 4,
+    ),
+    "llama-3-scaling-cp2-zero1": ("llama-3-scaling", f"{CP2} {ZERO} --cp-comm-type a2a", 2),
+    "bf16-tp2-sp": ("bf16", f"{TP2} {SP}", 2, "bf16"),
+    "bf16-cp2-zero2": ("bf16", f"{CP2} {GATHER}", 4, "bf16"),
+    "fp16-tp2-sp": ("fp16", f"{TP2} {SP}", 2, "fp16"),
+    "fp16-pp2": ("fp16", PP2, 2, "fp16"),
+}  # fmt: skip
+
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
-    **LOSS_IN_CHUNKS, **CUT_LAYERS,
+    **LOSS_IN_CHUNKS, **CUT_LAYERS, **MORE_MODELS,
 }  # fmt: skip
 
 

@@ -121,7 +121,10 @@ PRECISION = {
     "fp16-static": (f"{FP16} --loss-scale 256 {DROPOUT} --optimizer adam --lr 5e-3 --adam-eps 1e-2", "fp16"),
     "fp16-dynamic": (f"{FP16} --loss-scale-window 3 --initial-loss-scale 16384 --hysteresis 1", "fp16"),
     "fp16-patient": (f"{FP16} --loss-scale-window 4 --initial-loss-scale 4194304 --hysteresis 3", "fp16"),
-    "fp16-bounded": (f"{FP16} --initial-loss-scale 8388608 --min-loss-scale 1048576 --hysteresis 1", "fp16"),
+    "fp16-bounded": (
+        f"{FP16} --initial-loss-scale 5200000 --min-loss-scale 1300000 --hysteresis 1 --optimizer adam --lr 5e-3"
+        " --adam-eps 1e-2", "fp16",
+    ),
     "fp16-layer-scaling": (f"{FP16} --apply-query-key-layer-scaling --loss-scale 64 --num-layers 3", "fp16"),
 }
 

@@ -186,7 +186,7 @@ def test_overlap_changes_no_bit_at_equal_buckets(gloo_pool, dtype):
 
 
 def test_sums_of_halves_are_rounded_once_if_asked(gloo_pool):
-    """Three ranks' bf16 gradients: adding in fp32 is at least as close to the exact sum."""
+    """Three ranks' bf16 gradients: adding in fp32 comes closer to the exact sum."""
     exact = gloo_pool.run(trained, 3, "sgd", {}, 1, torch.bfloat16, 1, 0.0)
     options = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": False}
     errors = []
@@ -195,7 +195,7 @@ def test_sums_of_halves_are_rounded_once_if_asked(gloo_pool):
         results = gloo_pool.run(trained, 3, "sgd", chosen, 1, torch.bfloat16, 1, 0.0)
         found, wanted = (gathered([history[0][0] for history, _ in each]) for each in (results, exact))
         errors.append(sum((found[name] - wanted[name]).square().sum().item() for name in wanted))
-    assert 0 < errors[1] <= errors[0] < 1e-2
+    assert 0 < errors[1] < 0.9 * errors[0] < 1e-2
 
 
 def drifting(rank, world, instances, tp):

@@ -57,6 +57,12 @@ def same(first, second, only=""):
     return all(torch.equal(first[name], second[name]) for name in first if name.startswith(only))
 
 
+def distance(first, second):
+    """Between all weights of two runs."""
+    names = [name for name in first if name.startswith("main_param")]
+    return torch.stack([(first[name] - second[name]).norm() for name in names]).norm()
+
+
 def test_remainders_and_copies_are_the_same_numbers():
     split, copies = Run("remainders").train(6), Run("copies").train(6)
     assert same(split.bits(), copies.bits())
@@ -73,21 +79,17 @@ def test_any_format_goes_on_from_any_other(tmp_path, stored, loaded):
     second = Run(loaded).load(tmp_path / "checkpoint", step=3)
     assert same(first.bits(), second.bits(), only="main_param")
     lossless = "16 bits" not in (stored, loaded) or stored == loaded
-    straight, resumed = first.train(3, first=3).bits(), second.train(3, first=3).bits()
+    before, straight, resumed = first.bits(), first.train(3, first=3).bits(), second.train(3, first=3).bits()
     if lossless:
         assert same(straight, resumed)
-    else:
-        name = "main_param.0.weight"
-        torch.testing.assert_close(straight[name], resumed[name], rtol=0.05, atol=2e-3)
+    else:  # 8 bits of each moment were lost: 0.2% of the way; without moments at all it would be 81%
+        assert 0 < distance(straight, resumed) < 0.005 * distance(straight, before)
 
 
 def test_16_bit_moments_train_like_wide_ones():
     wide, narrow = Run("remainders").train(12).bits(), Run("16 bits").train(12).bits()
     assert narrow["exp_avg_sq.0.weight"].dtype == torch.bfloat16
-    name = "main_param.0.weight"
-    start = Run("remainders").bits()[name]
-    moved = (wide[name] - start).norm()
-    assert (narrow[name] - wide[name]).norm() < 0.05 * moved
+    assert 0 < distance(narrow, wide) < 0.01 * distance(wide, Run("remainders").bits())
 
 
 def test_gradients_may_stay_in_16_bits():
