@@ -13,7 +13,10 @@ DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 UNTIED = "--untie-embeddings-and-output-weights"
 ROPE = "--position-embedding-type rope --kv-channels 16"
-YARN = f"{ROPE.replace('rope', 'yarn')} --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+YARN = (
+    "--position-embedding-type yarn --kv-channels 16 --rotary-base 50 --rotary-scaling-factor 4"
+    " --yarn-original-max-position-embeddings 16"
+)
 GROUPS = "--group-query-attention --num-query-groups"
 LLAMA = f"{ROPE} --swiglu --normalization RMSNorm --disable-bias-linear {UNTIED} {GROUPS} 2"
 WARMUP = "--lr-warmup-iters 5"
