@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
 import os
 import random
@@ -45,6 +47,13 @@ class _RankFilter(logging.Filter):
             record.msg = f"[rank {self.rank}] {record.msg}"
             record.rank_marked = True
         return True
+
+
+def show_crashes() -> None:
+    """A crash in native code (SIGSEGV, SIGBUS of a data file that has shrunk, abort) writes the Python stacks first."""
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        with contextlib.suppress(ValueError, OSError):  # a stderr without a descriptor
+            faulthandler.enable(sys.__stderr__)
 
 
 def configure_logging(level: int | None = None) -> None:

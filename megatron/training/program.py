@@ -38,6 +38,7 @@ from megatron.training.initialize import (
     configure_logging,
     initialize_megatron,
     rank_from_environment,
+    show_crashes,
     shut_down,
     training_device,
     world_size_from_environment,
@@ -67,6 +68,7 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and is not caught.
     """
     configure_logging(cfg.logging_level)
+    show_crashes()
     try:
         cfg = validate_args(apply_checkpoint_args(cfg), world_size_from_environment())
         if cfg.dry_run:

@@ -7,11 +7,18 @@ never arrives is named instead of ending in a collective's time-out.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import ipaddress
 import json
 import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +46,10 @@ class Place:
     port: int
     agent_holds_store: bool
     attempt: str
+
+    @property
+    def holds_store(self) -> bool:
+        return self.rank == 0 and not self.agent_holds_store
 
     @classmethod
     def from_environment(cls) -> Place | None:
@@ -75,6 +86,7 @@ class Arrival:
 
     host: str
     pid: int
+    """For messages alone: whoever reaches the store may have written it."""
     world_size: int
     machine: str
     """Equal where process ids mean the same processes: hosts may share a name, and containers a host."""
@@ -94,27 +106,86 @@ def machine_identity() -> str:
         return socket.gethostname()
 
 
-def open_store(place: Place, timeout: float) -> dist.Store:
-    """A connection of its own to the run's store; the first one on rank 0 holds the store where no agent does.
+def open_store(place: Place, timeout: float, *, holds: bool = False) -> dist.Store:
+    """A connection of its own to the run's store. With ``holds`` this process holds the store, for as long as the
+    result lives.
 
     Raises:
         RendezvousError: nobody answers, or the port is in use; the message says who and what to do.
     """
-    holds = place.rank == 0 and not place.agent_holds_store
     where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
     if not holds and not _is_listening(place, timeout):
         missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
         raise RendezvousError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?")
-    try:
-        store = dist.TCPStore(
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(
             place.host, place.port, None, is_master=holds, timeout=timedelta(seconds=timeout), wait_for_workers=False,
-            multi_tenant=True,
+            master_listen_fd=_listening_socket(place) if holds else None,
         )  # fmt: skip
-    except RuntimeError as error:
+
+    try:
+        store = _within(timeout, connect)
+    except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         advice = "rank 0 cannot listen there, another job may: choose another port" if holds else "no store is there"
         raise RendezvousError(f"{where}: {advice} ({reason})") from None
+    if store is None:
+        raise RendezvousError(
+            f"{where}: something accepts connections there but did not answer within {timeout:g} s: another program may"
+            " own the port; choose another MASTER_PORT"
+        )
     return dist.PrefixStore(f"attempt-{place.attempt}", store)
+
+
+def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | None:
+    """What ``connect`` returns or raises; None after ``timeout`` seconds. torch waits without a limit for the first
+    answer of whatever accepted its connection, so that a thread of its own has to wait."""
+    future: Future[dist.Store] = Future()
+
+    def attempt() -> None:
+        try:
+            future.set_result(connect())
+        except (RuntimeError, OSError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=attempt, name="rendezvous", daemon=True).start()
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        return None
+
+
+def _listening_socket(place: Place) -> int | None:
+    """The descriptor of a socket on MASTER_ADDR alone, so that other networks of this host do not reach the store.
+
+    None, for all addresses, where the others may reach this host by another address than the one that the name means
+    here: a host's own name often means a loopback address, and a service's name one of no host.
+    """
+    with contextlib.suppress(socket.gaierror):
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+            if ipaddress.ip_address(address[0]).is_loopback and not _means_loopback(place.host):
+                continue
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(address)
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+            else:
+                return listener.detach()
+    return None
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether the user has written a loopback address, rather than a name that happens to mean one here."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:

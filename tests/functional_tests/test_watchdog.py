@@ -40,6 +40,14 @@ MENDED_BY_THE_USER = {
     Fault("finds bad data", 1, "torchrun"): "error on rank 1: --data-path x: document 7 is damaged; make it again",
     Fault("computes NaN", 1, "ranks"): "error on rank 1: rank 1, iteration 2 (samples from 8 on): lm loss is nan",
 }
+TWO_BATCHES = "--micro-batch-size 4"
+"""An iteration of one rank: the third batch, which goes wrong, is then of the second iteration here too."""
+ALONE = {
+    Fault("hangs in data loading", 0, "alone", ranks=(0,), layout=TWO_BATCHES): (
+        "rank 0 failed first: iteration 2, waiting for data: no progress for", " in hang\n"),
+    Fault("segfaults", 0, "alone", ranks=(0,), layout=TWO_BATCHES): (
+        "Fatal Python error: Segmentation fault", " in segfault\n"),
+}  # fmt: skip
 OTHER_HOST_SAYS = {
     Fault("loses the network", 0, "hosts"): "the run's store failed first: rank 0 on host0 holds it and is gone or out",
     Fault("leaves", 1, "hosts"): "rank 1 failed first: ",
@@ -117,6 +125,14 @@ def test_what_the_user_can_mend_is_said_once_and_without_stacks(outcome, fault):
     assert "Traceback" not in run.errors[0] + run.errors[1]
     if fault.launcher == "torchrun":
         assert message.partition(": ")[2] in run.output.partition("Root Cause")[2] and "N/A" not in run.output
+
+
+@pytest.mark.parametrize("fault", ALONE, ids=str)
+def test_one_process_alone_says_why_it_ends(outcome, fault):
+    run = outcome(fault)
+    check_end(run)
+    for words in ALONE[fault]:
+        assert words in run.errors[0]
 
 
 HANGS = [fault for fault in [*OTHER_SAYS, *OTHER_HOST_SAYS] if fault.what.startswith(("hangs", "holds"))]

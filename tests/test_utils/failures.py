@@ -34,7 +34,8 @@ class Fault:
     what: str
     rank: int | str = 1
     launcher: str = "torchrun"
-    """"torchrun"; "ranks": nobody, rank 0 holds the store; "hosts": likewise, each rank on a host of its own."""
+    """"torchrun"; "ranks": nobody, rank 0 holds the store; "hosts": likewise, each rank on a host of its own;
+    "alone": one rank."""
     ranks: tuple[int, ...] = (0, 1)
     """Those that are started at all, with launcher "ranks"."""
     interpreter: bool = False
@@ -172,7 +173,8 @@ def start_ranks(fault, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    size = 1 if fault.launcher == "alone" else RANKS
+    place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if fault.launcher == "hosts":
         place |= {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": "cable"}
         pids = hosts_with_cable(lambda rank: start_rank(fault, folder, rank, place))

@@ -96,7 +96,7 @@ class TrainingConfig:
     """Short for --recompute-granularity selective."""
 
     rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    """What happens to a suspicious result: nothing, run the step again and compare, or gather statistics."""
+    """Accepted, and without effect: a NaN or an infinite loss stops the run, and no step is run again."""
 
 
 @dataclass(kw_only=True)
@@ -113,7 +113,7 @@ class ProfilingConfig:
     """Iteration at which profiling stops."""
 
     use_pytorch_profiler: bool = False
-    """Profile with torch's profiler instead of marking the range for an external one."""
+    """Profile with torch's profiler instead of marking the range for an external one; on a CPU always."""
 
     profile_ranks: list[Annotated[int, Range(0, 2**20)]] = flag("--profile-ranks", default_factory=list)
     """Ranks that are profiled; default: rank 0."""

@@ -117,7 +117,9 @@ def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
     if run.rank not in (cfg.profile_ranks or [0]):
         return hooks
     if cfg.profile:
-        directory = trace_directory(cfg.tensorboard_dir, cfg.save) if cfg.use_pytorch_profiler else None
+        # an outer profiler has no range to capture on a CPU, so torch's is the one that can show something there
+        with_torch = cfg.use_pytorch_profiler or run.device == "cpu"
+        directory = trace_directory(cfg.tensorboard_dir, cfg.save) if with_torch else None
         hooks.append(Guarded(ProfilerHook(cfg.profile_step_start, cfg.profile_step_end, directory), "--profile"))
     if cfg.record_memory_history:
         if run.device == "cuda":

@@ -89,7 +89,7 @@ def torch_profiler() -> Any:
 
 
 class CudaRange:
-    """The range an outer profiler captures, with NVTX ranges for every operator; nothing on a CPU."""
+    """The range an outer profiler captures, with NVTX ranges for every operator."""
 
     def __init__(self) -> None:
         self.markers = torch.autograd.profiler.emit_nvtx(record_shapes=True) if torch.cuda.is_available() else None

@@ -24,7 +24,14 @@ from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.neighbours import Neighbours
 from megatron.training.watchdog.progress import STARTING, Beat, Progress
-from megatron.training.watchdog.stacks import has_timed_out, leave_if_locked, where_is, write_line, write_stacks
+from megatron.training.watchdog.stacks import (
+    has_timed_out,
+    is_debugged,
+    leave_if_locked,
+    where_is,
+    write_line,
+    write_stacks,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +66,18 @@ class Monitor(threading.Thread):
 
     def __init__(
         self, board: Board, arrivals: Sequence[Arrival], progress: Progress, limits: Limits, *,
-        agent_holds_store: bool, folder: Path | None,
+        neighbours: Neighbours, agent_holds_store: bool, folder: Path | None,
     ) -> None:  # fmt: skip
         super().__init__(name="watchdog", daemon=True)
         self.board, self.rank, self.arrivals = board, board.rank, arrivals
         self.progress, self.limits = progress, limits
-        self.neighbours = Neighbours(arrivals, board.rank)
+        self.neighbours = neighbours
         self.store_holder = "the launcher" if agent_holds_store else f"rank 0 on {arrivals[0].host}"
         self.stacks_path = None if folder is None else folder / f"rank-{board.rank}.txt"
         self.main_thread = threading.main_thread().ident
+        self._guards_itself = len(arrivals) > 1 and not neighbours.processes
+        """No neighbour can end this process where its interpreter is locked. (Of a run of one process the timer
+        could not tell Ctrl-Z.)"""
         self.wake = threading.Event()
         """Set to have a round now."""
         self.finishing = self.stopped = False
@@ -99,7 +109,8 @@ class Monitor(threading.Thread):
         self.stopped = True
         self.wake.set()
         self.join(5.0)
-        faulthandler.cancel_dump_traceback_later()
+        if self._guards_itself:
+            faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
         last = time.monotonic()
@@ -128,7 +139,7 @@ class Monitor(threading.Thread):
     def _round(self) -> None:
         self.rounds += 1
         self.board.publish(self.progress.beat(self.rounds))
-        if not self.neighbours.pids:  # later than the others' judgement, so that they name this rank and its reason
+        if self._guards_itself:  # later than the others' judgement, so that they name this rank and its reason
             leave_if_locked(self.limits.heart + self.limits.spreading)
         failure = self.board.failure()
         if failure is not None:
@@ -152,7 +163,9 @@ class Monitor(threading.Thread):
             if (found := self._judge(rank)) is not None:
                 return found
         one = self.progress.beat()
-        return self._find_culprit() if self.rank == 0 and one.silence > one.allowed else None
+        if self.rank > 0 or one.silence <= one.allowed or is_debugged(self.main_thread):
+            return None
+        return self._find_culprit()
 
     def _death(self, rank: int, beat: Beat | None) -> Failure:
         words = "" if beat is None else f", {beat.where}"

@@ -17,6 +17,7 @@ from megatron.training.watchdog.board import Answer
 
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 GPU_WAITS = (".wait(", "synchronize(", ".item(", ".tolist(", ".cpu(")
+DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py")
 CONSEQUENCES = ("gloo", "NCCL", "onnection closed by peer", "onnection reset by peer", "roken pipe")
 
 
@@ -62,6 +63,16 @@ def where_is(thread: int | None) -> Answer:
     frame = sys._current_frames().get(thread or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     return Answer(waits_for_others(frame), stack)
+
+
+def is_debugged(thread: int | None) -> bool:
+    """Whether a thread waits for somebody at a debugger's prompt."""
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def waits_for_others(frame: FrameType | None) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import signal
 import traceback
 from pathlib import Path
@@ -13,26 +12,31 @@ import torch.distributed as dist
 from megatron.core.errors import UserError
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.endings import message_of, say, tell_launcher
-from megatron.training.rendezvous import Place, open_store, roll_call
+from megatron.training.initialize import world_size_from_environment
+from megatron.training.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
 from megatron.training.trainer import Components
 from megatron.training.watchdog.board import Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor
+from megatron.training.watchdog.neighbours import Neighbours, Presence, find_neighbours
 from megatron.training.watchdog.progress import Progress, ProgressHook, mark_task
-from megatron.training.watchdog.stacks import is_consequence, standard_error, write_line, write_stacks
+from megatron.training.watchdog.stacks import is_consequence, write_line, write_stacks
 
 LEAVE_SECONDS = 30
 """How long a rank that raised may take to leave: destructors of CUDA and NCCL may wait for a peer that is gone."""
 
 
 class Watchdog:
-    """Without a launcher of several ranks, or with --watchdog-timeout-seconds 0, it does nothing."""
+    """With --watchdog-timeout-seconds 0, or where the program has set up torch.distributed itself, it does nothing."""
 
     def __init__(self, cfg: PretrainConfig) -> None:
         self.timeout = cfg.watchdog_timeout_seconds
-        self.place = Place.from_environment() if self.timeout > 0 and not dist.is_initialized() else None
+        works = self.timeout > 0 and not dist.is_initialized()
+        self.place = Place.from_environment() if works else None
+        self.alone = works and world_size_from_environment() == 1
         self.progress = Progress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
         self.folder = None if cfg.save is None else Path(cfg.save) / "stacks"
+        self._presence: Presence | None = None
         handled = cfg.exit_signal_handler and cfg.exit_signal == signal.SIGTERM
         self.catches_sigterm = not (cfg.save_on_signal or handled)
         self.store: dist.Store | None = None
@@ -41,28 +45,38 @@ class Watchdog:
         self._listener: Listener | None = None
 
     def __enter__(self) -> Watchdog:
-        if not faulthandler.is_enabled():
-            faulthandler.enable(standard_error())  # a crash in native code shows where, of one process too
-        if self.place is None:
-            return self
+        if self.alone:
+            board = Board(dist.HashStore(), 0, 1)
+            self._start(board, [Arrival.of_this_process(1)], Neighbours({}, 0), agent_holds_store=False)
+        elif self.place is not None:
+            own, arrivals = self._meet(self.place)
+            neighbours = find_neighbours(arrivals, self.place)
+            board = Board(own, self.place.rank, len(arrivals))
+            self._start(board, arrivals, neighbours, agent_holds_store=self.place.agent_holds_store)
+        return self
+
+    def _meet(self, place: Place) -> tuple[dist.Store, list[Arrival]]:
+        """Stores for the process groups and for the watchdog itself, and who has arrived."""
         patience = max(self.timeout, 1.0)
+        self._presence = Presence(place)
         try:
-            self.store = dist.PrefixStore("groups", open_store(self.place, patience))
-            own = dist.PrefixStore("watchdog", open_store(self.place, patience))
-            arrivals = roll_call(own, self.place, patience)
-        except OSError as error:
+            self.store = dist.PrefixStore("groups", open_store(place, patience, holds=place.holds_store))
+            own = dist.PrefixStore("watchdog", open_store(place, patience))
+            return own, roll_call(own, place, patience)
+        except RendezvousError as error:
             self._write_why(str(error))
             raise
+
+    def _start(self, board: Board, arrivals: list[Arrival], neighbours: Neighbours, *, agent_holds_store: bool) -> None:
         self._monitor = Monitor(
-            Board(own, self.place.rank, len(arrivals)), arrivals, self.progress, Limits.of(self.timeout),
-            agent_holds_store=self.place.agent_holds_store, folder=self.folder,
+            board, arrivals, self.progress, Limits.of(self.timeout), neighbours=neighbours,
+            agent_holds_store=agent_holds_store, folder=self.folder,
         )  # fmt: skip
         self._listener = Listener(self._monitor)
         if self.catches_sigterm:
             self._listener.catch_sigterm()
         self._monitor.start()
         self._listener.start()
-        return self
 
     def _write_why(self, reason: str) -> None:
         """A rank is missing: the message goes to stderr by itself, the stacks where those of other failures are."""
@@ -78,7 +92,7 @@ class Watchdog:
 
     def failed(self, error: BaseException) -> None:
         """The main thread is about to leave by ``error``: the others hear of it before files and logs are closed."""
-        if self._monitor is None or self._monitor.own_error or _is_success(error):
+        if self._monitor is None or self.alone or self._monitor.own_error or _is_success(error):
             return
         for_user, what = isinstance(error, UserError), message_of(error)
         trace = "".join(traceback.format_exception(error))
@@ -119,6 +133,8 @@ class Watchdog:
         self._monitor.stop()
         self._listener.stop()
         self._monitor.neighbours.close()
+        if self._presence is not None:
+            self._presence.close()
 
 
 def _is_success(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks import build_hooks
 from megatron.training.hooks.build import wandb_options
 from megatron.training.hooks.guard import Guarded
+from megatron.training.hooks.profiler import ProfilerHook
 from megatron.training.metrics import read_metrics
 
 
@@ -49,6 +50,12 @@ def test_memory_lines_come_from_one_data_parallel_replica(simulated_run):
     for replica, expected in ((0, ["MemoryHook"]), (1, [])):
         run = simulated_run(rank=0, world_size=4, device="cuda", data_parallel_rank=replica)
         assert names_of(config(), run.info()) == expected
+
+
+def test_a_profile_on_a_cpu_is_torchs(simulated_run, tmp_path):
+    hooks = build_hooks(config(profile=True, save=str(tmp_path)), simulated_run().info(), Timers())
+    (hook,) = (each.hook for each in hooks if isinstance(each, Guarded))
+    assert isinstance(hook, ProfilerHook) and hook.directory == tmp_path / "torch_profile"
 
 
 def test_profiles_are_taken_on_the_asked_ranks(simulated_run):

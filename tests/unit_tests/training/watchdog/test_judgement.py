@@ -13,6 +13,7 @@ from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor
+from megatron.training.watchdog.neighbours import Neighbours
 from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
 from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
 
@@ -23,7 +24,7 @@ def monitors(count, timeout=0.4):
     arrivals = [Arrival(f"host{rank}", rank, count, f"machine{rank}") for rank in range(count)]
     return [
         Monitor(Board(store, rank, count), arrivals, Progress(timeout, 60.0), Limits.of(timeout),
-                agent_holds_store=False, folder=None)
+                neighbours=Neighbours({}, rank), agent_holds_store=False, folder=None)
         for rank in range(count)
     ]  # fmt: skip
 

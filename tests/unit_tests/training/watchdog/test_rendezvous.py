@@ -1,0 +1,105 @@
+"""Who is believed at the rendezvous, and who may be signalled: the store can be written by anybody who reaches it."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from megatron.training.rendezvous import Arrival, Place, RendezvousError, machine_identity, open_store, roll_call
+from megatron.training.watchdog.neighbours import Neighbours, Presence, Process, find_neighbours, find_process
+
+
+def place(rank=0, host="127.0.0.1", port=None):
+    """A place in a run of two ranks on a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return Place(rank, 2, host, port or free.getsockname()[1], agent_holds_store=False, attempt="0")
+
+
+@pytest.fixture
+def victim():
+    """A process of the same user that is no rank of any job."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_forged_sign_in_makes_no_rank_signal_a_foreign_process(victim):
+    """Whoever reaches the port may say that rank 1 is any process of this user."""
+    run = place()
+    store = open_store(run, 10.0, holds=True)
+    forged = Arrival("somewhere", victim.pid, 2, machine_identity())
+    store.set("arrival/1", json.dumps(asdict(forged)))
+    presence = Presence(run)
+    neighbours = find_neighbours(roll_call(store, run, 10.0), run)
+    presence.close()
+    assert 1 not in neighbours and victim.poll() is None
+
+
+def test_the_process_of_a_rank_is_the_one_that_the_kernel_names(victim):
+    run, read_end = place(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        presence = Presence(place(1, port=run.port))
+        os.write(read_end[1], b"r")
+        signal.pause()
+        presence.close()
+    os.read(read_end[0], 1)
+    arrivals = [Arrival("here", pid, 2, machine_identity()) for pid in (os.getpid(), victim.pid)]
+    neighbours = find_neighbours(arrivals, run)
+    assert neighbours.processes[1].pid == child and neighbours.dead() == []
+    neighbours.end(1, 0.1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
+    assert neighbours.dead() == [1] and find_process(run, 1) is None and victim.poll() is None
+    neighbours.close()
+
+
+def test_another_job_on_the_same_host_is_nobodys_neighbour():
+    first, second = place(), place(1)
+    presence = Presence(second)
+    assert find_process(first, 1) is None and find_process(second, 1).pid == os.getpid()
+    presence.close()
+
+
+def test_a_process_number_that_was_given_away_is_not_signalled(victim):
+    """As on a kernel without process descriptors."""
+    known = Process(victim.pid, "1", None)
+    assert not known.alive
+    Neighbours({1: known}, 0).end(1, 0.0)
+    assert victim.poll() is None
+    opened = Process.open(victim.pid)
+    Process(victim.pid, opened.started, None).send(signal.SIGKILL)
+    assert victim.wait(10) == -signal.SIGKILL and not opened.alive
+    opened.close()
+
+
+def test_the_store_listens_on_the_masters_address_alone():
+    run = place()
+    store = open_store(run, 10.0, holds=True)
+    open_store(run, 10.0).set("key", "value")
+    assert store.get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", run.port), timeout=10.0)
+
+
+def test_a_port_of_a_program_that_stays_silent_is_refused_within_the_limit():
+    """It accepts the connection and never answers; torch alone would wait forever."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        with pytest.raises(RendezvousError, match="something accepts connections there but did not answer within 1 s"):
+            open_store(place(1, port=silent.getsockname()[1]), 1.0)
+
+
+def test_a_port_that_is_taken_is_refused_by_its_holder():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(RendezvousError, match="rank 0 cannot listen there, another job may"):
+            open_store(place(port=taken.getsockname()[1]), 5.0, holds=True)
