@@ -149,11 +149,12 @@ class Coverage:
             self._drop_changed_tests()
             self._write()
             state.write_text(json.dumps({"sources": sources, "tests": tests}))
-        self.by_path = defaultdict(list)
+        self.by_path, self.executed = defaultdict(list), defaultdict(int)
         for record in self.records.values():
             if record["passed"]:
                 for path, mask in record["lines"].items():
                     self.by_path[path].append((int(mask, 16), record))
+                    self.executed[path] |= int(mask, 16)
 
     def _read(self):
         for path in sorted(self.folder.glob("lines*.jsonl")):
@@ -210,15 +211,18 @@ class Coverage:
             for pid in pids:
                 end(pid)
 
+    def executes(self, mutant):
+        """The lines, as bits, whose execution shows that a test can see the mutant; 0 if no test executes them."""
+        first, last = mutant.lines
+        exactly, statement = 1 << mutant.line, (1 << last + 1) - (1 << first)
+        executed = self.executed.get(mutant.path, 0)
+        return exactly if exactly & executed and not mutant.on_import else statement & executed
+
     def tests_of(self, mutant):
         """Records of the tests that execute what the mutant changes, quickest first."""
-        first, last = mutant.lines
-        exactly = [] if mutant.on_import else [1 << mutant.line]
-        for bits in [*exactly, (1 << last + 1) - (1 << first)]:
-            found = [record for mask, record in self.by_path[mutant.path] if mask & bits]
-            if found:
-                return sorted(found, key=lambda record: record["seconds"])
-        return []
+        bits = self.executes(mutant)
+        found = [record for mask, record in self.by_path[mutant.path] if mask & bits]
+        return sorted(found, key=lambda record: record["seconds"])
 
 
 def new_lines(old, new):
@@ -358,23 +362,26 @@ def chosen(args, tree, coverage):
     """The mutants to try, one for each of ``--sample`` random lines or all, and the lines that no test executes."""
     tops = [tree / path for path in args.only or NUMERICAL]
     files = sorted({file for top in tops for file in ([top] if top.is_file() else top.rglob("*.py"))})
+    texts = {str(file.relative_to(tree)): file.read_text() for file in files}
     by_line, unexecuted = defaultdict(list), defaultdict(set)
-    for file in files:
-        path, text = str(file.relative_to(tree)), file.read_text()
+    for path, text in texts.items():
         for mutant in mutants_of(path, text):
-            if not coverage.tests_of(mutant):
-                unexecuted[path].add(mutant.line)
-            elif mutant.apply(text):
+            if coverage.executes(mutant):
                 by_line[path, mutant.line].append(mutant)
+            else:
+                unexecuted[path].add(mutant.line)
+    chance = random.Random(args.seed)
     if args.again:
         rows = json.loads(args.again.read_text())["mutants"]
         wanted = {tuple(each["key"]) for each in rows if each["status"] == "survived"}
-        return [each for mutants in by_line.values() for each in mutants if each.key in wanted], unexecuted
-    if not args.sample:
-        return [each for mutants in by_line.values() for each in mutants], unexecuted
-    chance = random.Random(args.seed)
-    lines = chance.sample(sorted(by_line), min(args.sample, len(by_line)))
-    return [chance.choice(by_line[line]) for line in lines], unexecuted
+        found = [[each] for mutants in by_line.values() for each in mutants if each.key in wanted]
+    elif args.sample:
+        lines = chance.sample(sorted(by_line), min(args.sample, len(by_line)))
+        found = [chance.sample(by_line[line], len(by_line[line])) for line in lines]
+    else:
+        found = [[each] for mutants in by_line.values() for each in mutants]
+    valid = (next((each for each in mutants if each.apply(texts[each.path])), None) for mutants in found)
+    return [mutant for mutant in valid if mutant], unexecuted
 
 
 def explanations(tree):
