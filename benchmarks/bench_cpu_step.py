@@ -4,7 +4,7 @@
     python benchmarks/bench_cpu_step.py [--threads 2] [--output benchmarks/results/cpu_step.json]
 
 The matrix-multiply rate is the mean over the shapes that the model itself multiplies (forward and both gradients),
-timed alone in the same process and dtype, weighted by their FLOPs. Model FLOPs follow core/models/common/flops.py.
+timed alone in the same process and dtype, weighted by their FLOPs. Model FLOPs follow transformer/description.py.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.models.common.flops import gpt_flops_per_sample, num_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 LENGTH, BATCH, VOCAB = 256, 8, 8192
@@ -93,14 +93,16 @@ def measure(variant: str, dtype: torch.dtype, repeats: int) -> dict[str, float |
 
     seconds = median_seconds(step, repeats)
     ceiling = matmul_rate(config, dtype, repeats)
-    rate = BATCH * gpt_flops_per_sample(config, vocab_size=VOCAB, seq_length=LENGTH) / seconds
+    described = describe_gpt(
+        config, vocab_size=VOCAB, seq_length=LENGTH, max_sequence_length=LENGTH,
+        share_embeddings_and_output_weights=True,
+        position_embedding_type=positions.get("position_embedding_type", "learned_absolute"),
+    )  # fmt: skip
+    rate = BATCH * described.flops_per_sample / seconds
     return {
         "variant": variant,
         "dtype": str(dtype).removeprefix("torch."),
-        "parameters": num_parameters(
-            config, vocab_size=VOCAB, max_sequence_length=LENGTH, share_embeddings_and_output_weights=True,
-            position_embedding_type=positions.get("position_embedding_type", "learned_absolute"),
-        ),
+        "parameters": described.num_parameters,
         "tokens_per_second": round(BATCH * LENGTH / seconds),
         "model_gflops": round(rate / 1e9, 1),
         "matmul_gflops": round(ceiling / 1e9, 1),

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness import roofline  # noqa: E402
 from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
 from benchmarks.harness.rows import ROWS, Row, flags_of, row_of  # noqa: E402
-from megatron.core.models.common.flops import gpt_flops_per_sample  # noqa: E402
+from megatron.core.models.gpt_description import describe_run  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.resolve import resolve  # noqa: E402
 
@@ -129,7 +129,7 @@ def limits() -> str:
         cfg = resolve(parse_args([*flags_of(name), "--train-iters", "1"]), row.gpus, gpus=True)
         work = roofline.limits(cfg, cfg.vocab_size, ceilings)
         total = sum(each.ms for each in work.values())
-        flops = gpt_flops_per_sample(cfg, vocab_size=cfg.vocab_size) * row.batch / row.gpus
+        flops = describe_run(cfg, cfg.vocab_size).flops_per_sample * row.batch / row.gpus
         share = {
             part: sum(each.ms for kind, each in work.items() if kind.startswith(part))
             for part in ("GEMM", "attention", COMMUNICATION)

@@ -22,10 +22,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.harness import kernel_classes as kinds
-from megatron.training.pipeline_report import microbatches_of, stages_of, timeline_of
+from megatron.core.models.gpt_description import describe_run
+from megatron.core.transformer.description import Op, Piece, activation_bytes
+from megatron.training.pipeline_report import microbatches_of, pieces_of, stages_of, timeline_of
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -33,15 +35,6 @@ BACKWARD_PRODUCTS, FORWARD_PRODUCTS = 5, 2  # of attention: the scores are compu
 
 Config = Any
 """A resolved PretrainConfig."""
-
-
-class Linear(NamedTuple):
-    """A weight on this rank, and how many layers of the rank have one like it."""
-
-    name: str
-    out: int
-    into: int
-    count: int
 
 
 @dataclass
@@ -60,78 +53,51 @@ class Work:
 
 @dataclass(frozen=True)
 class Share:
-    """Sizes of what rank 0 does in one step."""
+    """What rank 0 does in one step: its pieces of the model's description."""
 
     cfg: Config
-    vocab_size: int
-    attention_layers: int
-    """Attention halves of layers."""
-    mlp_layers: int
-    """Feed-forward halves of layers."""
-    has_loss: bool
+    pieces: tuple[Piece, ...]
     microbatches: int
 
     @classmethod
     def of(cls, cfg: Config, vocab_size: int) -> Share:
-        stages = stages_of(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
-        attention, mlp = sum(stage.num_attention for stage in stages), sum(stage.num_mlp for stage in stages)
-        return cls(cfg, vocab_size, attention, mlp, any(stage.loss for stage in stages), microbatches_of(cfg))
+        model = describe_run(cfg, vocab_size)
+        own = stages_of(cfg, vocab_size)[:: cfg.pipeline_model_parallel_size]
+        return cls(cfg, tuple(piece for stage in own for piece in pieces_of(model, stage)), microbatches_of(cfg))
+
+    @property
+    def ops(self) -> list[Op]:
+        """All of them."""
+        return [op for piece in self.pieces for op in piece.ops]
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch, in the products of this rank."""
-        return self.cfg.seq_length // self.cfg.context_parallel_size * self.cfg.micro_batch_size
+        """Of one step, in the GEMMs of this rank."""
+        cfg = self.cfg
+        return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size * self.microbatches
 
     @property
-    def own_tokens(self) -> float:
-        """Of a whole step, between the products: under sequence parallelism a part."""
-        parts = self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
-        return self.tokens * self.microbatches / parts
+    def flops_per_op(self) -> float:
+        """What an operation's FLOPs (one sequence, all ranks) are multiplied by."""
+        return self.tokens / self.cfg.seq_length / self.cfg.tensor_model_parallel_size
 
     @property
     def element(self) -> int:
         """Bytes of an activation."""
-        return 2 if self.cfg.bf16 or self.cfg.fp16 else 4
-
-    @property
-    def attention_pairs(self) -> float:
-        """Query-key pairs of one layer in one step on this rank, per head."""
-        cfg = self.cfg
-        return cfg.seq_length**2 / 2 * cfg.micro_batch_size * self.microbatches / cfg.context_parallel_size
+        return activation_bytes(self.cfg)
 
     @property
     def parameters(self) -> float:
-        """On this rank; norms and biases, a thousandth, are left out."""
-        tables = sum(weight.out * weight.into * weight.count for weight in self.linears())
-        cfg = self.cfg
-        tied_elsewhere = self.has_loss and not cfg.untie_embeddings_and_output_weights
-        embedding = 0 if tied_elsewhere else self.vocab_size * cfg.hidden_size / cfg.tensor_model_parallel_size
-        return tables + embedding
-
-    def linears(self) -> list[Linear]:
-        """Every weight that is multiplied with."""
-        cfg, tp = self.cfg, self.cfg.tensor_model_parallel_size
-        heads, groups, channels = cfg.num_attention_heads, cfg.num_query_groups, cfg.kv_channels
-        width = cfg.ffn_hidden_size
-        gated = 2 if cfg.swiglu or cfg.quick_geglu else 1
-        found = [
-            Linear("qkv", (heads + 2 * groups) * channels // tp, cfg.hidden_size, self.attention_layers),
-            Linear("proj", cfg.hidden_size, heads * channels // tp, self.attention_layers),
-            Linear("fc1", gated * width // tp, cfg.hidden_size, self.mlp_layers),
-            Linear("fc2", cfg.hidden_size, width // tp, self.mlp_layers),
-        ]
-        if self.has_loss:
-            found.append(Linear("output layer", self.vocab_size // tp, cfg.hidden_size, 1))
-        return found
+        """On this rank; norms and biases, a thousandth, are left out, and so is a copy beside its original."""
+        sizes = {"tp": self.cfg.tensor_model_parallel_size}
+        held = {each.name: each for piece in self.pieces for each in piece.params}
+        own = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
+        return sum(math.prod(shape) for each in own for shape in each.local_shapes(sizes) if shape[-1] > 1)
 
 
 def weight_shapes(cfg: Config, vocab_size: int) -> set[tuple[int, int]]:
-    """(output, input) sizes by which a trace's products are told apart; the output layer's also padded."""
-    share = Share.of(cfg, vocab_size)
-    shapes = {(weight.out, weight.into) for weight in share.linears()}
-    multiple = 128
-    padded = math.ceil(vocab_size / multiple) * multiple // cfg.tensor_model_parallel_size
-    return shapes | {(padded, cfg.hidden_size)} if share.has_loss else shapes
+    """(output, input) sizes by which a trace's GEMMs are told apart."""
+    return {op.gemm for op in Share.of(cfg, vocab_size).ops if op.gemm is not None}
 
 
 # ---- ceilings
@@ -185,33 +151,32 @@ def limits(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[st
 
 def _add_products(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
     for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD):
-        for weight in share.linears():
-            flops = 2.0 * share.tokens * weight.out * weight.into * weight.count * share.microbatches
-            work[kind].add(flops=flops, seconds=flops / gemm_rate(ceilings, kind, weight.out, weight.into))
+        for op in share.ops:
+            if op.gemm is not None:
+                flops = op.flops * share.flops_per_op
+                work[kind].add(flops=flops, seconds=flops / gemm_rate(ceilings, kind, *op.gemm))
 
 
 def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
-    cfg = share.cfg
-    heads = cfg.num_attention_heads / cfg.tensor_model_parallel_size
-    product = 2.0 * share.attention_pairs * share.attention_layers * heads * cfg.kv_channels
+    forward = sum(op.flops for op in share.ops if op.kind == "attention") * share.flops_per_op
     names = (kinds.ATTENTION_FORWARD, FORWARD_PRODUCTS), (kinds.ATTENTION_BACKWARD, BACKWARD_PRODUCTS)
-    for (name, count), rate in zip(names, attention_rates(ceilings, cfg.seq_length)):
-        work[name].add(flops=count * product, seconds=count * product / rate)
+    for (name, count), rate in zip(names, attention_rates(ceilings, share.cfg.seq_length)):
+        flops = forward * count / FORWARD_PRODUCTS
+        work[name].add(flops=flops, seconds=flops / rate)
+
+
+TRAFFIC = {
+    "norm": kinds.NORM, "rotary": kinds.ROPE, "activation": kinds.ACTIVATION, "cross entropy": kinds.CROSS_ENTROPY,
+    "embedding": kinds.EMBEDDING,
+}  # fmt: skip
+"""Kinds of operations to classes of kernels."""
 
 
 def _least_bytes(share: Share) -> dict[str, float]:
-    cfg, element, tokens = share.cfg, share.element, share.own_tokens
-    tp, all_tokens = cfg.tensor_model_parallel_size, share.tokens * share.microbatches
-    norms = share.attention_layers + share.mlp_layers + share.has_loss
-    found = {kinds.NORM: 8.0 * element * cfg.hidden_size * tokens * norms}
-    if cfg.position_embedding_type == "rope":
-        channels = (cfg.num_attention_heads + cfg.num_query_groups) * cfg.kv_channels / tp
-        found[kinds.ROPE] = 4.0 * element * channels * all_tokens * share.attention_layers
-    passes = 3 + 5 if cfg.swiglu or cfg.quick_geglu else 2 + 3
-    found[kinds.ACTIVATION] = passes * element * cfg.ffn_hidden_size / tp * all_tokens * share.mlp_layers
-    if share.has_loss:
-        found[kinds.CROSS_ENTROPY] = 3.0 * element * share.vocab_size / tp * all_tokens
-    found[kinds.EMBEDDING] = (3.0 * element + 2 * 4) * cfg.hidden_size * tokens
+    cfg, found = share.cfg, dict.fromkeys(TRAFFIC.values(), 0.0)
+    for op in share.ops:
+        if op.kind in TRAFFIC:
+            found[TRAFFIC[op.kind]] += op.traffic * share.tokens
     found[kinds.OPTIMIZER] = optimizer_bytes_per_parameter(cfg) * share.parameters / optimizer_ranks(cfg)
     return found
 
@@ -255,8 +220,8 @@ def communication_ms(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) 
             found["gradients, all-reduce"] = 2 * part * gradient * size / speeds["all_reduce"] / 1e6
     tp = cfg.tensor_model_parallel_size
     if tp > 1:
-        halves = share.attention_layers + share.mlp_layers
-        size = share.tokens * cfg.hidden_size * share.element * halves * share.microbatches * (tp - 1) / tp
+        branches = sum(piece.is_branch for piece in share.pieces)
+        size = share.tokens * cfg.hidden_size * share.element * branches * (tp - 1) / tp
         if cfg.sequence_parallel:  # qkv and fc1 gather in forward and twice in backward, proj and fc2 once in backward
             found["activations, all-gather"] = 3 * size / speeds["all_gather"] / 1e6
             found["activations, reduce-scatter"] = 2 * size / speeds["reduce_scatter"] / 1e6

@@ -1,7 +1,8 @@
-"""What the parts of a model cost a pipeline stage, and the cuts that make the slowest stage as fast as possible.
+"""The cuts of a model into pipeline stages that make the slowest stage as fast as possible. Torch-free.
 
-Costs are times of forward and backward pass in units of one layer, by FLOPs: matrix products at one rate, attention
-between its projections at a lower one; norms, activations and the embedding count nothing. Torch-free.
+Costs are times of forward and backward pass in units of one layer, by the FLOPs of a model's description
+(``transformer/description.py``): GEMMs at one rate, attention between its projections at a lower one; norms,
+activations and the embedding count nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
 from megatron.core.errors import UserError
 
@@ -19,31 +20,22 @@ class LayoutError(UserError):
 
 
 ATTENTION_RATE = 0.65
-"""Of the rate of matrix products, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192 tokens,
-forward and backward, beside 670 of products."""
-
-Shape = Any
-"""Any configuration with the sizes of the network, resolved."""
+"""Of the rate of GEMMs, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192 tokens,
+forward and backward, beside 670 of GEMMs."""
 
 
-def _branches(config: Shape, seq_length: int) -> tuple[float, float]:
-    """Multiplications per token, at the rate of matrix products, of attention and of the feed-forward network."""
-    hidden, channels, heads = config.hidden_size, config.kv_channels, config.num_attention_heads
-    projections = hidden * channels * (2 * heads + 2 * config.num_query_groups)
-    scores = seq_length * heads * channels  # two products, half of them hidden
-    gated = 2 if config.swiglu or config.quick_geglu else 1
-    return projections + scores / ATTENTION_RATE, hidden * config.ffn_hidden_size * (1 + gated)
+class ModelCosts(NamedTuple):
+    """What the parts of a model cost, in units of its median layer."""
 
+    layers: tuple[tuple[float, ...], ...]
+    """Of every layer, its branches."""
+    head: float
+    """The output layer and the loss."""
 
-def half_costs(config: Shape, seq_length: int) -> tuple[float, float]:
-    """Of the attention and of the feed-forward half of a layer; together 1."""
-    attention, mlp = _branches(config, seq_length)
-    return attention / (attention + mlp), mlp / (attention + mlp)
-
-
-def output_layer_cost(config: Shape, vocab_size: int, seq_length: int) -> float:
-    """Of the output layer."""
-    return config.hidden_size * vocab_size / sum(_branches(config, seq_length))
+    @property
+    def branches(self) -> list[float]:
+        """All branches in order."""
+        return [cost for layer in self.layers for cost in layer]
 
 
 def shared_out(total: int, parts: int) -> list[int]:

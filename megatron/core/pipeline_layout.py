@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron.core.cli import flag
-from megatron.core.pipeline_balance import (
-    LayoutError,
-    balanced_counts,
-    half_costs,
-    output_layer_cost,
-    shared_out,
-    slowest,
-)
+from megatron.core.pipeline_balance import LayoutError, ModelCosts, balanced_counts, shared_out, slowest
 from megatron.core.ranges import Layers
 
 
@@ -266,13 +259,13 @@ def virtual_pipeline_size(config: PipelineShape) -> int:
 
 
 def pipeline_stages(
-    config: PipelineShape, *, vocab_size: int | None = None, seq_length: int | None = None, cuttable: bool = True
+    config: PipelineShape, costs: ModelCosts | None = None, *, cuttable: bool = True
 ) -> list[StageContents]:
     """The contents of every stage, in the order in which a micro-batch visits them.
 
-    ``vocab_size`` and ``seq_length`` give the weight of the output layer; without them it counts nothing, and layers
-    stay whole. ``cuttable``: whether the model's layers can be built as halves. All callers of one run must pass the
-    same.
+    ``costs`` are those of the model's description; without them layers are alike and stay whole, and the output layer
+    counts nothing. ``cuttable``: whether the model's layers can be built as halves. All callers of one run must pass
+    the same.
 
     Raises:
         LayoutError: where the settings cannot be met; the rules refuse those before anything starts.
@@ -289,7 +282,7 @@ def pipeline_stages(
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
         return _from_counts([2 * count for count in _given_ends(config, ranks, chunks)])
-    return _from_counts(_balanced(config, ranks * chunks, vocab_size, seq_length, cuttable))
+    return _from_counts(_balanced(config, ranks * chunks, costs, cuttable))
 
 
 def _from_counts(counts: Sequence[int]) -> list[StageContents]:
@@ -318,9 +311,7 @@ WORTH_A_CUT = 0.01
 """Layers are cut where the slowest stage gets faster by more than this part."""
 
 
-def _balanced(
-    config: PipelineShape, num_stages: int, vocab_size: int | None, seq_length: int | None, cuttable: bool
-) -> list[int]:
+def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts | None, cuttable: bool) -> list[int]:
     """Half layers per stage."""
     if num_stages > config.num_layers + 2:  # said before anything as long as that number is built
         raise LayoutError(f"{config.num_layers} layers cannot fill {num_stages} pipeline stages")
@@ -329,13 +320,12 @@ def _balanced(
     smallest = [1] * num_stages
     smallest[0] -= config.account_for_embedding_in_pipeline_split
     smallest[-1] -= config.account_for_loss_in_pipeline_split
-    layers = [1.0] * config.num_layers
-    if front or back or vocab_size is None or seq_length is None or num_stages == 1:
-        return [2 * count for count in balanced_counts(layers, smallest, front, back)]
-    back = output_layer_cost(config, vocab_size, seq_length)
+    if front or back or costs is None or num_stages == 1:
+        return [2 * count for count in balanced_counts([1.0] * config.num_layers, smallest, front, back)]
+    layers, back = [sum(branches) for branches in costs.layers], costs.head
     whole = balanced_counts(layers, smallest, front, back)
     if cuttable and not config.whole_layers_in_pipeline_split:
-        halves = list(half_costs(config, seq_length)) * config.num_layers
+        halves = costs.branches
         cut = balanced_counts(halves, smallest, front, back)
         if slowest(halves, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, whole, front, back):
             return cut

@@ -12,25 +12,13 @@ from typing import Any
 
 from megatron.core import batch_schedule as batch_sizes
 from megatron.core import optimizer_param_scheduler as schedules
-from megatron.core.models.common.flops import layer_parameters, num_parameters
+from megatron.core.models.gpt_description import describe_run
 from megatron.training.arguments import validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.launcher import is_first_rank, launched_world_size
-from megatron.training.memory_estimate import memory_rows, stored_vocabulary
+from megatron.training.memory_estimate import memory_rows
 from megatron.training.pipeline_report import pipeline_rows
 from megatron.training.resolve import rank_order
-
-
-def parameters_of(cfg: PretrainConfig, vocab_size: int) -> int:
-    """Parameters of the whole model, as the self-check of a run counts them; a tied output layer counts once.
-
-    ``vocab_size``: without padding, or with it for what is stored.
-    """
-    return num_parameters(
-        cfg, vocab_size=vocab_size, max_sequence_length=cfg.max_position_embeddings,
-        position_embedding_type=cfg.position_embedding_type,
-        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
-    )  # fmt: skip
 
 
 def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
@@ -108,13 +96,14 @@ def _model(cfg: PretrainConfig) -> Rows:
     yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
-    else:
-        yield "vocabulary", f"{vocab_size} ({source}), padded to {stored_vocabulary(cfg, vocab_size)}"
+    model = describe_run(cfg, vocab_size or 0)
+    if vocab_size is not None:
+        yield "vocabulary", f"{vocab_size} ({source}), padded to {model.stored_vocabulary}"
     without = "" if vocab_size else " without the embedding"
-    count = parameters_of(cfg, vocab_size or 0)
-    padding = parameters_of(cfg, stored_vocabulary(cfg, vocab_size or 0)) - count
-    stored = f"; {padding:,} more of padding" if padding else ""
-    yield "parameters", f"{count:,}{without}, of which {layer_parameters(cfg):,} per layer{stored}"
+    layers = sorted({sum(branch.num_parameters for branch in layer) for layer in model.layers})
+    per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
+    stored = f"; {model.padding:,} more of padding" if model.padding else ""
+    yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
 
 
 def _batches(cfg: PretrainConfig) -> Rows:

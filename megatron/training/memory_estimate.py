@@ -1,14 +1,12 @@
 """Bytes that each pipeline rank needs for a training step, from the settings alone. Torch-free.
 
-Weights, gradients and optimizer state are exact: the sizes of every parameter of every stage, cut into buckets and
-shards by the same functions as the buffers themselves. Activations are an estimate of what autograd keeps, tensor by
-tensor, times the micro-batches that the schedule keeps alive, and what one layer's backward pass adds while it runs.
+Weights, gradients and optimizer state are exact: the parameters of the model's description, stage by stage, cut into
+buckets and shards by the same functions as the buffers themselves. Activations are an estimate of what autograd keeps,
+as described, times the micro-batches that the schedule keeps alive, and what one layer's backward pass adds while it
+runs.
 
 Operations are those that GPUs run; plain torch on CPUs keeps up to a fifth more between attention's projections.
 Left out: what the allocator, kernels and the communication library take, and fragments (some GB on a GPU).
-
-Legend: t tokens of one micro-batch on this context-parallel rank, n of which this rank holds outside of linear layers
-(t / tp under sequence parallelism).
 """
 
 from __future__ import annotations
@@ -16,14 +14,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.core.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements
-from megatron.core.pipeline_layout import Half, StageContents, layers_of
+from megatron.core.models.gpt_description import describe_run
+from megatron.core.pipeline_layout import StageContents
 from megatron.core.pipeline_parallel.simulate import peak_activations
+from megatron.core.transformer.description import ModelDescription, Param, Piece, kept_bytes, stream_elements
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.pipeline_report import enough_microbatches, schedule_of, stages_of
-
-Shape = tuple[int, ...]
+from megatron.training.pipeline_report import enough_microbatches, layers_held, pieces_of, schedule_of, stages_of
 
 
 @dataclass(frozen=True)
@@ -46,99 +45,62 @@ class RankMemory:
 
 def estimate_memory(cfg: PretrainConfig, vocab_size: int) -> list[RankMemory]:
     """One row per pipeline rank; ``vocab_size`` before padding (0: unknown, counted as nothing)."""
-    ranks = cfg.pipeline_model_parallel_size
+    ranks, model = cfg.pipeline_model_parallel_size, describe_run(cfg, vocab_size)
     stages = stages_of(cfg, vocab_size or None)
     schedule = schedule_of(cfg, enough_microbatches(cfg))
-    kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, stages[stage], vocab_size)))
-    return [_rank_memory(cfg, stages[rank::ranks], vocab_size, int(kept[rank])) for rank in range(ranks)]
+    kept = peak_activations(schedule, weight=lambda stage: float(stage_activations(cfg, model, stages[stage])))
+    return [_rank_memory(cfg, model, stages[rank::ranks], int(kept[rank])) for rank in range(ranks)]
 
 
-def _rank_memory(cfg: PretrainConfig, chunks: Sequence[StageContents], vocab_size: int, kept: int) -> RankMemory:
-    states = [_chunk_state(cfg, chunk, vocab_size) for chunk in chunks]
+def _rank_memory(
+    cfg: PretrainConfig, model: ModelDescription, chunks: Sequence[StageContents], kept: int
+) -> RankMemory:  # fmt: skip
+    states = [_chunk_state(cfg, model, chunk) for chunk in chunks]
     weights, gradients, optimizer, working = (sum(column) for column in zip(*states))
-    working += max(_backward_bytes(cfg, chunk) for chunk in chunks)
+    working += max(_backward_bytes(cfg, layers_held(model, chunk)) for chunk in chunks)
     return RankMemory("; ".join(map(str, chunks)), weights, gradients, optimizer, kept, working)
 
 
 # ---- parameters
 
 
-def stored_vocabulary(cfg: PretrainConfig, vocab_size: int) -> int:
-    """Rows of the embedding over all tensor-parallel ranks, padding included."""
-    multiple = math.lcm(cfg.make_vocab_size_divisible_by, cfg.tensor_model_parallel_size)
-    return -(-vocab_size // multiple) * multiple
+class Stored(NamedTuple):
+    """A parameter, or one of its parts, on this tensor-parallel rank."""
+
+    param: Param
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
 
-def chunk_parameters(cfg: PretrainConfig, stage: StageContents, vocab_size: int) -> list[tuple[str, Shape]]:
-    """(name, this tensor-parallel rank's shape) of every parameter of a stage, in the order in which it is built."""
-    hidden, norm = cfg.hidden_size, 2 if cfg.normalization == "LayerNorm" else 1
-    word = (stored_vocabulary(cfg, vocab_size) // cfg.tensor_model_parallel_size, hidden)
-    found: list[tuple[str, Shape]] = []
-    if stage.embedding:
-        found.append(("word_embeddings", word))
-        if cfg.position_embedding_type == "learned_absolute":
-            found.append(("position_embeddings", (cfg.max_position_embeddings, hidden)))
-    for _, half in layers_of(stage.half_layers):
-        found += _layer_parameters(cfg, half)
-    if stage.loss:
-        found += [("final_layernorm", (hidden,))] * norm
-        if cfg.untie_embeddings_and_output_weights or not stage.embedding:
-            found.append(("output_layer", word))
-    return found
-
-
-def _layer_parameters(cfg: PretrainConfig, half: Half | None = None) -> Iterator[tuple[str, Shape]]:
-    if half != "mlp":
-        yield from _attention_parameters(cfg)
-    if half != "attention":
-        yield from _mlp_parameters(cfg)
-
-
-def _attention_parameters(cfg: PretrainConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, channels, tp = cfg.hidden_size, cfg.kv_channels, cfg.tensor_model_parallel_size
-    heads, groups = cfg.num_attention_heads, cfg.num_query_groups
-    norm, bias = 2 if cfg.normalization == "LayerNorm" else 1, cfg.add_bias_linear
-    rows = [(heads + 2 * groups) * channels // tp] if groups >= tp else [heads // tp * channels, 2 * channels]
-    yield from [("input_layernorm", (hidden,))] * norm
-    yield from (("linear_qkv", (each, hidden)) for each in rows)
-    if bias or cfg.add_qkv_bias:
-        yield from (("linear_qkv.bias", (each,)) for each in rows)
-    yield from [("head_norms", (channels,))] * (2 * norm * bool(cfg.qk_layernorm and not cfg.qk_l2_norm))
-    yield "linear_proj", (hidden, heads * channels // tp)
-    yield from [("linear_proj.bias", (hidden,))] * bias
-
-
-def _mlp_parameters(cfg: PretrainConfig) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn, tp = cfg.hidden_size, cfg.ffn_hidden_size, cfg.tensor_model_parallel_size
-    norm, bias = 2 if cfg.normalization == "LayerNorm" else 1, cfg.add_bias_linear
-    wide = ffn // tp * (2 if is_gated(cfg) else 1)
-    yield from [("pre_mlp_layernorm", (hidden,))] * norm
-    yield "linear_fc1", (wide, hidden)
-    yield from [("linear_fc1.bias", (wide,))] * bias
-    yield "linear_fc2", (hidden, ffn // tp)
-    yield from [("linear_fc2.bias", (hidden,))] * bias
-
-
-def is_gated(cfg: PretrainConfig) -> bool:
-    """Whether the feed-forward network's first layer puts out a gate beside the value."""
-    return bool(cfg.swiglu or cfg.quick_geglu)
+def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stored]:
+    """Those of the pieces of a stage, in the order in which they are built. What is tied to a parameter of the same
+    stage is that parameter."""
+    sizes, params = {"tp": cfg.tensor_model_parallel_size}, [each for piece in pieces for each in piece.params]
+    names = {each.name for each in params}
+    own = [each for each in params if each.tied_to not in names]
+    return [Stored(each, shape) for each in own for shape in each.local_shapes(sizes)]
 
 
 # ---- weights, gradients, optimizer state
 
 
-def _chunk_state(cfg: PretrainConfig, stage: StageContents, vocab_size: int) -> tuple[int, int, int, int]:
+def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> tuple[int, int, int, int]:
     """(weights, gradients, optimizer state, weights gathered and gradients not yet summed for one unit) in bytes."""
-    parameters = chunk_parameters(cfg, stage, vocab_size)
+    parameters = stored_parameters(cfg, pieces_of(model, stage))
     if not parameters:
         return 0, 0, 0, 0
     if cfg.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
-        return _fully_sharded_state(cfg, parameters)
-    sizes = [math.prod(shape) for _, shape in reversed(parameters)]
+        return _fully_sharded_state(cfg, parameters, layers_held(model, stage))
+    parameters.reverse()
+    sizes = [each.elements for each in parameters]
     shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
-    tied = cfg.pipeline_model_parallel_size > 1
-    shared = {"word_embeddings"} | (set() if cfg.untie_embeddings_and_output_weights else {"output_layer"})
-    alone = [tied and cfg.use_distributed_optimizer and name in shared for name, _ in reversed(parameters)]
+    # what the first and the last stage may both hold has buckets of its own, so that its shards are cut alike
+    tied = cfg.pipeline_model_parallel_size > 1 and cfg.use_distributed_optimizer
+    words = model.embedding.params[0]
+    alone = [tied and (each.param.tied_to is not None or each.param == words) for each in parameters]
     bucket_size = chosen_bucket_size(
         sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
         num_ranks=_sum_ranks(cfg),
@@ -151,15 +113,18 @@ def _chunk_state(cfg: PretrainConfig, stage: StageContents, vocab_size: int) -> 
     return elements * weight_bytes(cfg), cut.total * gradient_bytes(cfg), optimizer, 0
 
 
-def _fully_sharded_state(cfg: PretrainConfig, parameters: Sequence[tuple[str, Shape]]) -> tuple[int, int, int, int]:
+def _fully_sharded_state(
+    cfg: PretrainConfig, parameters: Sequence[Stored], layers: Sequence[Sequence[Piece]]
+) -> tuple[int, int, int, int]:
     """Rows of every parameter in full precision; beside them one layer's, and all that is in no layer, as gathered."""
     shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances
-    rows = sum(-(-shape[0] // shards) * math.prod(shape[1:]) for _, shape in parameters)
-    layer = sum(math.prod(shape) for _, shape in _layer_parameters(cfg))
-    num_layers = sum(name == "linear_fc1" for name, _ in parameters)
-    outside = sum(math.prod(shape) for _, shape in parameters) - num_layers * layer
-    gathered = outside + layer * (min(num_layers, 2) if cfg.torch_fsdp2_reshard_after_forward else num_layers)
-    unsummed = max(layer, outside)
+    rows = sum(-(-each.shape[0] // shards) * math.prod(each.shape[1:]) for each in parameters)
+    units = [sum(each.elements for each in stored_parameters(cfg, layer)) for layer in layers]
+    outside = sum(each.elements for each in parameters) - sum(units)
+    # the next layer is gathered while one computes
+    together = 2 if cfg.torch_fsdp2_reshard_after_forward else len(units)
+    gathered = outside + sum(sorted(units)[-together:])
+    unsummed = max([outside, *units])
     full = state_bytes(cfg)
     working = gathered * weight_bytes(cfg) + unsummed * gradient_bytes(cfg)
     return rows * full, rows * full, rows * moment_bytes(cfg), working
@@ -205,113 +170,56 @@ def moment_bytes(cfg: PretrainConfig) -> int:
 # ---- activations
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Elements of one layer's activations on this rank."""
-
-    stream: int
-    """Hidden states outside of linear layers."""
-    whole_stream: int
-    """Hidden states where sequence parallelism does not split them."""
-    normed: int
-    """What a linear layer keeps of its input: under --tp-comm-overlap the positions of all ranks."""
-    query: int
-    key_value: int
-    wide: int
-    """What the first feed-forward layer puts out."""
-    narrow: int
-    """What its activation makes of it."""
-    heads: int
-    """(token, head) pairs."""
-    scores: int
+def _tokens(cfg: PretrainConfig) -> int:
+    """Of one micro-batch on this context-parallel rank."""
+    return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size
 
 
-def _sizes(cfg: PretrainConfig) -> _Sizes:
-    tp = cfg.tensor_model_parallel_size
-    length = cfg.seq_length // cfg.context_parallel_size
-    tokens = length * cfg.micro_batch_size
-    heads, groups = cfg.num_attention_heads // tp, max(cfg.num_query_groups // tp, 1)
-    stream = tokens * cfg.hidden_size
-    split = stream // tp if cfg.sequence_parallel else stream
-    narrow = tokens * cfg.ffn_hidden_size // tp
-    return _Sizes(
-        stream=split, whole_stream=stream, normed=stream if cfg.tp_comm_overlap else split,
-        query=tokens * heads * cfg.kv_channels, key_value=2 * tokens * groups * cfg.kv_channels,
-        wide=narrow * (2 if is_gated(cfg) else 1), narrow=narrow, heads=tokens * heads,
-        scores=tokens * heads * cfg.seq_length,
-    )  # fmt: skip
+def _recomputed(cfg: PretrainConfig) -> frozenset[str]:
+    """Modules that selective recomputation computes again."""
+    selective = cfg.recompute_granularity == "selective"
+    return frozenset(cfg.recompute_modules or ("core_attn",)) if selective else frozenset()
 
 
-def layer_activations(cfg: PretrainConfig, half: Half | None = None) -> int:
-    """Bytes that one layer, or a half of it, keeps for its backward pass, without full recomputation."""
-    n, item = _sizes(cfg), weight_bytes(cfg)
-    dropped: frozenset[str] = frozenset()
-    if cfg.recompute_granularity == "selective":
-        dropped = frozenset(cfg.recompute_modules or ("core_attn",))
-    stream_item = 4 if cfg.fp32_residual_connection and item == 2 else item
-    each = n.stream * stream_item  # what a norm reads
-    each += 0 if "layernorm" in dropped else n.normed * item  # and writes
-    each += n.stream * bool(cfg.hidden_dropout)  # a mask of one byte
-    total = each * (2 if half is None else 1)
-    if half != "mlp":
-        total += (2 * n.query + n.key_value) * item  # queries, keys, values; what the projection takes
-        total += _core_attention(cfg, n) if "core_attn" not in dropped else 0
-    if half != "attention" and "mlp" not in dropped:
-        total += (n.wide + (0 if "mlp_act" in dropped else n.narrow)) * item
-    return total
-
-
-def _core_attention(cfg: PretrainConfig, n: _Sizes) -> int:
-    """Attention between its projections, beside its inputs and its output."""
-    if cfg.context_parallel_size > 1:
-        return n.query * weight_bytes(cfg) + 4 * n.heads  # the ring's output in its own order, log-sum-exp
-    if cfg.attention_dropout or cfg.attention_backend in ("unfused", "local"):
-        item = weight_bytes(cfg)
-        copies = (n.query + n.key_value // 2) * item  # of queries and scaled keys, in the order of the product
-        return n.scores * (2 * item + 1 if cfg.attention_dropout else item) + copies
-    return 4 * n.heads  # log-sum-exp
-
-
-def stage_activations(cfg: PretrainConfig, stage: StageContents, vocab_size: int) -> int:
+def stage_activations(cfg: PretrainConfig, model: ModelDescription, stage: StageContents) -> int:
     """Bytes that one micro-batch leaves on a stage between its forward and its backward pass."""
-    n, item = _sizes(cfg), weight_bytes(cfg)
-    layers = [half for _, half in layers_of(stage.half_layers)]
-    total, count = 0, len(layers)
-    if stage.embedding and cfg.hidden_dropout:
-        total += n.stream
+    layers = layers_held(model, stage)
+    ends = [model.embedding] * stage.embedding + [model.head] * stage.loss
+    total = kept_bytes(ends)
     if cfg.recompute_granularity == "full":
         assert cfg.recompute_num_layers is not None
-        given = min(cfg.recompute_num_layers, count)
-        inputs = -(-count // given) if count and cfg.recompute_method == "uniform" else given
+        given = min(cfg.recompute_num_layers, len(layers))
+        inputs = -(-len(layers) // given) if layers and cfg.recompute_method == "uniform" else given
         share = cfg.tensor_model_parallel_size if cfg.distribute_saved_activations else 1
-        total += inputs * n.stream * item // share
+        total += inputs * stream_elements(cfg) * weight_bytes(cfg) / share
         layers = [] if cfg.recompute_method == "uniform" else layers[given:]
-    total += sum(layer_activations(cfg, half) for half in layers)
-    if stage.loss:
-        tokens = n.whole_stream // cfg.hidden_size
-        total += 2 * n.stream * item  # the final norm's input and output
-        if cfg.cross_entropy_chunk_tokens is None:  # else logits exist a chunk at a time, and are computed again
-            total += tokens * stored_vocabulary(cfg, vocab_size) // cfg.tensor_model_parallel_size * item
-    return total
+    total += sum(kept_bytes(layer, _recomputed(cfg)) for layer in layers)
+    return int(total * _tokens(cfg))
 
 
-def _backward_bytes(cfg: PretrainConfig, stage: StageContents) -> int:
+def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> int:
     """While one layer runs backward: its activations once more where they are recomputed, and their gradients."""
-    layers = [half for _, half in layers_of(stage.half_layers)]
     if not layers:
         return 0
-    n, item = _sizes(cfg), weight_bytes(cfg)
-    total = (n.wide + n.narrow + 2 * n.stream) * item
+    again = _recomputed(cfg)
+    total = max(_branch_gradients(branch, again) for layer in layers for branch in layer)
+    total += 2 * stream_elements(cfg) * weight_bytes(cfg)
     if cfg.recompute_granularity == "full":
         together = cfg.recompute_num_layers if cfg.recompute_method == "uniform" else 1
         assert together is not None
         total += max(
-            sum(layer_activations(cfg, half) for half in layers[first : first + together])
-            for first in range(0, len(layers), together)
+            sum(map(kept_bytes, layers[first : first + together])) for first in range(0, len(layers), together)
         )
-    elif cfg.recompute_granularity == "selective":
-        total += _core_attention(cfg, n)
-    return total
+    return int(total * _tokens(cfg))
+
+
+def _branch_gradients(branch: Piece, again: frozenset[str]) -> float:
+    """Gradients of what operations put out; what selective recomputation brings back makes room for them in turn."""
+    found = 0.0
+    for op in branch.ops:
+        back = sum(saved.bytes for saved in op.saved if again.intersection(saved.modules))
+        found += max(op.gradients, back)
+    return found
 
 
 # ---- the table

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
-from megatron.core.pipeline_balance import half_costs, output_layer_cost
+from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_layout import StageContents, pipeline_stages, virtual_pipeline_size
 from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
+from megatron.core.transformer.description import ModelDescription, Piece
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
     """The stages of a run; an unknown vocabulary weighs nothing."""
-    return pipeline_stages(cfg, vocab_size=vocab_size, seq_length=cfg.seq_length)
+    return pipeline_stages(cfg, None if vocab_size is None else describe_run(cfg, vocab_size).costs)
+
+
+def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piece]]:
+    """The branches that a stage holds, layer by layer."""
+    found = []
+    for layer, branches in enumerate(model.layers):
+        own = [branch for index, branch in enumerate(branches) if 2 * layer + index in stage.half_layers]
+        found += [own] if own else []
+    return found
+
+
+def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
+    """What a stage holds of a model, in order."""
+    branches = [branch for layer in layers_held(model, stage) for branch in layer]
+    return [model.embedding] * stage.embedding + branches + [model.head] * stage.loss
 
 
 def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
@@ -28,11 +45,11 @@ def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
 
 def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
     """In forward passes of one layer: F costs a stage's layers and output layer, B and W as much each."""
-    assert cfg.seq_length is not None
-    attention, mlp = half_costs(cfg, cfg.seq_length)
-    forward = [attention * stage.num_attention + mlp * stage.num_mlp for stage in stages_of(cfg, vocab_size)]
-    if vocab_size is not None:
-        forward[-1] += output_layer_cost(cfg, vocab_size, cfg.seq_length)
+    costs = describe_run(cfg, vocab_size or 0).costs
+    before = [0.0, *accumulate(costs.branches)]
+    stages = stages_of(cfg, vocab_size)
+    forward = [before[stage.half_layers.stop] - before[stage.half_layers.start] for stage in stages]
+    forward[-1] += costs.head
 
     def cost(stage: int, action: Action) -> float:
         return forward[stage] * (1 if action.kind != "B" or schedule.splits_backward else 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -20,6 +20,7 @@ from megatron.core.distributed import check_replicas, unwrapped
 from megatron.core.errors import UserError
 from megatron.core.extensions.cudnn import require_one_cudnn
 from megatron.core.process_groups import ProcessGroups, RankGrid
+from megatron.core.transformer.description import ModelDescription
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exit_conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 3
 """So many first steps are checked unless --check-replicas 0: most bugs show at once."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_HALF = re.compile(r"(?:^|\.)layers\.(\d+)\.(input_layernorm|self_attention|pre_mlp_layernorm|mlp)\.")
 
 
 class BuildError(UserError):
@@ -69,9 +69,13 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
         for entries in everyone
         for name, shape, offsets, lengths, stage, tied in entries
     ]
-    for line in describe_layout(parallel_state.get_rank_grid(), pieces):
+    task, model = parts.task, parts.task.description()
+    num_parameters = task.num_parameters()
+    if model is not None and model.num_parameters != num_parameters:
+        model = None  # the task says that it builds another model than the flags describe
+    for line in describe_layout(parallel_state.get_rank_grid(), pieces, model):
         logger.info("%s", line)
-    problems = list(problems_of(pieces, cfg.num_layers, parts.task.num_parameters(), type(parts.task).__name__))
+    problems = list(problems_of(pieces, cfg.num_layers, num_parameters, model, type(task).__name__))
     if problems:
         raise BuildError("the model is not complete: " + "; ".join(problems))
     require_one_cudnn()
@@ -97,10 +101,14 @@ def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[
 
 
 def problems_of(
-    pieces: Iterable[Piece], num_layers: int, num_parameters: int | None, task: str = "the task"
+    pieces: Iterable[Piece],
+    num_layers: int,
+    num_parameters: int | None,
+    model: ModelDescription | None = None,
+    task: str = "the task",
 ) -> Iterable[str]:
-    """What is missing or doubled. ``num_parameters``: of the whole model by a closed form; None: unknown. ``task``: who
-    knows that form."""
+    """What is missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
+    ``task``: who knows them."""
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
@@ -110,10 +118,8 @@ def problems_of(
             yield f"{_layers(missing)} on no rank"
         if surplus := sorted(layers - set(range(num_layers))):
             yield f"{_layers(surplus)} beyond --num-layers {num_layers}"
-        if num_parameters is not None:  # all layers are alike
-            for half, found in _halves(by_name).items():
-                if found and (missing := sorted(layers - found)):
-                    yield f"the {half} half of {_layers(missing)} on no rank"
+    if model is not None:
+        yield from _differences(model, {name: own[0].shape for name, own in by_name.items()})
     doubled: dict[tuple[int, ...], list[str]] = {}
     total = 0
     for name, own in by_name.items():
@@ -139,13 +145,22 @@ def problems_of(
         )
 
 
-def _halves(names: Iterable[str]) -> dict[str, set[int]]:
-    """Indices of the layers whose attention, and of those whose feed-forward half, have a parameter."""
-    found: dict[str, set[int]] = {"attention": set(), "feed-forward": set()}
-    for name in names:
-        if match := _HALF.search(name):
-            found["feed-forward" if "mlp" in match[2] else "attention"].add(int(match[1]))
-    return found
+def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
+    """Where the parameters that are there are not those of the description."""
+    described = {each.name: each.shape for each in model.params() if each.tied_to is None}
+    for index, branches in enumerate(model.layers):
+        absent = [branch for branch in branches if not any(each.name in built for each in branch.params)]
+        if len(absent) < len(branches):  # else the whole layer is missing, which is said already
+            yield from (f"the {branch.name} branch of layer {index + 1} is on no rank" for branch in absent)
+        for each in absent:
+            described = {name: shape for name, shape in described.items() if name not in {p.name for p in each.params}}
+    for name, shape in described.items():
+        if name not in built:
+            yield f"{name} is on no rank"
+        elif math.prod(built[name]) != math.prod(shape):
+            yield f"{name} has the shape {built[name]}, the settings make {shape}"
+    if surplus := sorted(built.keys() - {each.name for each in model.params()}):
+        yield f"the settings make no {', '.join(surplus[:3])}" + (" …" if len(surplus) > 3 else "")
 
 
 def _layers(indices: Sequence[int]) -> str:
@@ -156,18 +171,25 @@ def _layers(indices: Sequence[int]) -> str:
 # ---- the layout in words
 
 
-def describe_layout(grid: RankGrid, pieces: Sequence[Piece]) -> Iterable[str]:
+def describe_layout(
+    grid: RankGrid, pieces: Sequence[Piece], model: ModelDescription | None = None
+) -> Iterable[str]:  # fmt: skip
     """The rank grid, and what each pipeline stage holds."""
     sizes = " x ".join(f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items())
     yield f"layout: {grid.world_size} ranks = {sizes}; order {grid.order}, fastest first"
     for axis, name in _AXES.items():
         if getattr(grid, axis) > 1:
             yield f"  {name + ' ranks':<15} {_shown(grid.rank_lists(axis))}"
+    branches = {} if model is None else {
+        each.name: branch.name for layer in model.layers for branch in layer for each in branch.params
+    }  # fmt: skip
+    everywhere = {piece.name for piece in pieces}
     for stage in sorted({piece.stage for piece in pieces}):
         own = {piece for piece in pieces if piece.stage == stage}
         ranks = sorted(ranks[stage % grid.pp] for ranks in grid.rank_lists("pp"))
         held = sum(math.prod(piece.lengths) for piece in own)
-        yield f"  stage {stage} (ranks {_span(ranks)}): {_contents(own, stage)}; {held:,} parameters"
+        contents = _contents(own, stage, everywhere, branches)
+        yield f"  stage {stage} (ranks {_span(ranks)}): {contents}; {held:,} parameters"
 
 
 _AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
@@ -189,20 +211,29 @@ def _span(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _contents(pieces: Iterable[Piece], stage: int) -> str:
-    names = {piece.name for piece in pieces}
+def _contents(pieces: Iterable[Piece], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
+    """``everywhere``: names on all stages, ``branches``: what a parameter of a layer belongs to."""
+    names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)
-    layers = {int(match[1]) for name in names if (match := _LAYER.search(name))}
-    attention, mlp = _halves(names).values()
     words = ["embedding"] if embedding and stage == 0 else []
-    parts = {"feed-forward of ": mlp - attention, "": layers - (mlp ^ attention), "attention of ": attention - mlp}
-    for what, own in parts.items():
-        numbers = [layer + 1 for layer in sorted(own)]
-        words += [f"{what}layer{'s' if len(own) > 1 else ''} {_span(numbers)}"] if own else []
+    runs: dict[str, list[int]] = {}  # what is held of them -> layers
+    for layer, own in sorted(_by_layer(names).items()):
+        held = dict.fromkeys(branches.get(name, "a part") for name in sorted(own))
+        runs.setdefault("" if own == whole[layer] else f"{' and '.join(held)} of ", []).append(layer + 1)
+    for what, numbers in sorted(runs.items(), key=lambda run: run[1]):
+        words.append(f"{what}layer{'s' if len(numbers) > 1 else ''} {_span(numbers)}")
     words += ["final norm"] if any("final_layernorm" in name for name in names) else []
     words += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
     words += ["output layer (tied)"] if embedding and stage > 0 else []
     return " + ".join(words) or ", ".join(sorted(names)[:4]) or "nothing"
+
+
+def _by_layer(names: Iterable[str]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for name in names:
+        if match := _LAYER.search(name):
+            found.setdefault(int(match[1]), set()).add(name)
+    return found
 
 
 # ---- copies

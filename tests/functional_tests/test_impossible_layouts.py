@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.pipeline_layout import pipeline_stages
 from megatron.core.process_groups import RankGrid
 from megatron.training.arguments import parse_args
+from megatron.training.pipeline_report import stages_of
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
 from tests.test_utils.layouts import MODEL, VOCAB_SIZE
@@ -91,6 +91,6 @@ def test_what_is_accepted_can_be_laid_out():
         accepted += 1
         tp, cp, pp = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.pipeline_model_parallel_size
         assert RankGrid.from_world(world_size, tp=tp, cp=cp, pp=pp).dp == cfg.data_parallel_size
-        stages = pipeline_stages(cfg, vocab_size=VOCAB_SIZE, seq_length=cfg.seq_length)
+        stages = stages_of(cfg, VOCAB_SIZE)
         assert [half for stage in stages for half in stage.half_layers] == list(range(2 * cfg.num_layers))
     assert accepted > 30

@@ -14,6 +14,7 @@ from megatron.core.timers import Timers
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from megatron.core.transformer.description import ModelDescription
     from megatron.training.config.pretrain_config import PretrainConfig
 
 NumSamples = tuple[int | None, int | None, int | None]
@@ -53,10 +54,16 @@ class Task:
         """One forward pass: the output, and a function of the output that gives :meth:`loss_func`'s triple."""
         raise NotImplementedError
 
-    def num_parameters(self) -> int | None:
-        """Parameters of the whole model by a closed form, which the build must add up to; None when unknown."""
+    def description(self) -> ModelDescription | None:
+        """What the model is made of; parameter counts, FLOPs and self-checks follow from it. None when unknown."""
         return None
+
+    def num_parameters(self) -> int | None:
+        """Parameters of the whole model, which the build must add up to; None when unknown."""
+        description = self.description()
+        return None if description is None else description.num_parameters
 
     def flops_per_sample(self) -> float | None:
         """Model FLOPs of one training sample, forward and backward, without recomputation; None when unknown."""
-        return None
+        description = self.description()
+        return None if description is None else description.flops_per_sample

@@ -13,11 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.errors import UserError
-from megatron.core.models.common.flops import gpt_flops_per_sample, num_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt_description import describe_run
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_layout import pipeline_stages
+from megatron.core.transformer.description import ModelDescription
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
@@ -58,7 +59,7 @@ class GPTTask(Task):
     def _half_layers(self, vp_stage: int) -> range:
         """What this rank's model chunk holds; unlike GPTModel, the task knows the length of the training sequences."""
         cfg, pp = self.cfg, parallel_state.get_process_groups().pp
-        stages = pipeline_stages(cfg, vocab_size=self.vocab_size, seq_length=cfg.seq_length)
+        stages = pipeline_stages(cfg, self.description().costs)
         return stages[pp.rank + vp_stage * pp.size].half_layers
 
     @property
@@ -113,18 +114,9 @@ class GPTTask(Task):
         )
         return output, partial(self.loss_func, batch)
 
-    def num_parameters(self) -> int:
-        """Padding of the vocabulary not counted."""
-        cfg = self.cfg
-        return num_parameters(
-            cfg, vocab_size=self.vocab_size, max_sequence_length=cfg.max_position_embeddings,
-            position_embedding_type=cfg.position_embedding_type,
-            share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
-        )  # fmt: skip
-
-    def flops_per_sample(self) -> float:
-        """Causal attention counted as half, no recomputation, no embedding look-up."""
-        return gpt_flops_per_sample(self.cfg, vocab_size=self.vocab_size)
+    def description(self) -> ModelDescription:
+        """The model of the flags."""
+        return describe_run(self.cfg, self.vocab_size)
 
 
 def packed_documents(batch: dict[str, Tensor]) -> PackedSeqParams | None:

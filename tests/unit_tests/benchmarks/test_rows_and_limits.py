@@ -1,10 +1,12 @@
 """The rows of the speed table are possible runs, and their limits count what the model's closed form counts."""
 
+from collections import Counter
+
 import pytest
 
 from benchmarks.harness import jobs, roofline, rows
 from benchmarks.harness import kernel_classes as kinds
-from megatron.core.models.common.flops import gpt_flops_per_sample
+from megatron.core.models.gpt_description import describe_run
 from megatron.training.arguments import parse_args
 from megatron.training.resolve import resolve
 from megatron.training.rules import check
@@ -36,7 +38,7 @@ def test_limits_count_the_model_flops(name):
     work = roofline.limits(cfg, cfg.vocab_size, CEILINGS)
     products = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
     attention = (work[kinds.ATTENTION_FORWARD].flops + work[kinds.ATTENTION_BACKWARD].flops) * 6 / 7
-    expected = gpt_flops_per_sample(cfg, vocab_size=cfg.vocab_size) * cfg.global_batch_size / cfg.world_size
+    expected = describe_run(cfg, cfg.vocab_size).flops_per_sample * cfg.global_batch_size / cfg.world_size
     assert products + attention == pytest.approx(expected, rel=1e-9)
 
 
@@ -55,8 +57,8 @@ def test_a_pipeline_waits_for_its_bubble_and_for_its_slowest_stage():
 
 def test_cut_layers_count_by_halves_and_raise_the_limit():
     cut, whole = (config_of("pp4", extra=extra) for extra in ([], ["--whole-layers-in-pipeline-split"]))
-    counts = {weight.name: weight.count for weight in roofline.Share.of(cut, 128256).linears()}
-    assert counts == {"qkv": 9, "proj": 9, "fc1": 8, "fc2": 8}
+    counts = Counter(op.name for op in roofline.Share.of(cut, 128256).ops if op.kind == "gemm")
+    assert counts == {"linear_qkv": 9, "linear_proj": 9, "linear_fc1": 8, "linear_fc2": 8}
     assert roofline.report(cut, 128256, CEILINGS).limit_ms < 0.98 * roofline.report(whole, 128256, CEILINGS).limit_ms
 
 

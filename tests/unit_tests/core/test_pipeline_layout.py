@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.core.pipeline_balance import balanced_counts, half_costs, output_layer_cost, slowest
+from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.pipeline_balance import ModelCosts, balanced_counts, slowest
 from megatron.core.pipeline_layout import (
     LayoutError,
     layers_of,
@@ -15,6 +16,7 @@ from megatron.core.pipeline_layout import (
     pipeline_stages,
     virtual_pipeline_size,
 )
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def shape(num_layers, ranks, **fields):
@@ -29,8 +31,13 @@ def shape(num_layers, ranks, **fields):
     return SimpleNamespace(**{**defaults, **fields})
 
 
-def counts(config, **sizes):
-    return [stage.num_layers for stage in pipeline_stages(config, **sizes)]
+def counts(config, costs=None, **options):
+    return [stage.num_layers for stage in pipeline_stages(config, costs, **options)]
+
+
+def alike(num_layers, attention=1 / 3, head=0.0):
+    """Layers of which attention takes this share."""
+    return ModelCosts(((attention, 1 - attention),) * num_layers, head)
 
 
 SPLITS = [
@@ -43,12 +50,12 @@ SPLITS = [
 ]  # fmt: skip
 
 
-@given(st.integers(1, 100), st.integers(1, 9), st.sampled_from(SPLITS), st.sampled_from([None, 1000, 200_000]))
+@given(st.integers(1, 100), st.integers(1, 9), st.sampled_from(SPLITS), st.sampled_from([None, 0.1, 4.0]))
 @settings(max_examples=300, deadline=None)
-def test_every_layer_is_on_exactly_one_stage(num_layers, ranks, split, vocab_size):
+def test_every_layer_is_on_exactly_one_stage(num_layers, ranks, split, head):
     config = shape(num_layers, ranks, **split)
     try:
-        stages = pipeline_stages(config, vocab_size=vocab_size, seq_length=128)
+        stages = pipeline_stages(config, None if head is None else alike(num_layers, head=head))
     except ValueError as error:
         assert "layers" in str(error)
         return
@@ -80,36 +87,51 @@ def llama(ranks=4, **fields):
     )  # fmt: skip
 
 
-LLAMA = {"vocab_size": 128_256, "seq_length": 8192}
+LLAMA = describe_gpt(
+    TransformerConfig(num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+                      num_query_groups=8, swiglu=True),
+    vocab_size=128_256, seq_length=8192, max_sequence_length=8192,
+).costs  # fmt: skip
 
 
 def test_the_parts_of_a_model_weigh_what_they_take():
     """LLaMA-3-8B, million multiplications per token: 41.9 in the projections, 33.6 slower between them, 176, 525."""
     attention, mlp = 41.943 + 33.554 / 0.65, 176.161
     layer = attention + mlp
-    assert half_costs(llama(), 8192) == pytest.approx((attention / layer, mlp / layer), rel=1e-4)
-    assert half_costs(llama(), 8192) == pytest.approx((0.347, 0.653), abs=1e-3)
-    assert output_layer_cost(llama(), 128_256, 8192) == pytest.approx(525.337 / layer, rel=1e-4)
+    assert LLAMA.layers[0] == pytest.approx((attention / layer, mlp / layer), rel=1e-4)
+    assert LLAMA.layers[0] == pytest.approx((0.347, 0.653), abs=1e-3)
+    assert LLAMA.head == pytest.approx(525.337 / layer, rel=1e-4)
+
+
+def test_layers_that_see_a_window_only_cost_less():
+    """Every second layer has a window; the stage with more of the others gets fewer layers."""
+    config = TransformerConfig(num_layers=6, hidden_size=64, num_attention_heads=4, window_size=(15, 0),
+                               window_attn_skip_freq=2)  # fmt: skip
+    costs = describe_gpt(config, vocab_size=100, seq_length=4096, max_sequence_length=4096).costs
+    windowed, full = 16 * 4096 * 64 / 0.65, 4096**2 * 64 / 0.65  # multiplications: the band, half of all pairs
+    projections = 4 * 64**2 * 4096
+    ratio = (projections + full) / (projections + 2 * windowed)
+    assert [attention / costs.layers[0][0] for attention, _ in costs.layers] == pytest.approx([1, ratio] * 3, rel=0.02)
 
 
 def test_the_output_layer_weighs_as_much_as_the_layers_that_take_as_long():
     """The last of four ranks has the loss, and about two layers less."""
-    assert counts(llama(whole_layers_in_pipeline_split=True), **LLAMA) == [8, 8, 9, 7]
+    assert counts(llama(whole_layers_in_pipeline_split=True), LLAMA) == [8, 8, 9, 7]
     assert counts(llama()) == [8, 8, 8, 8]
 
 
 def test_layers_are_cut_where_that_makes_the_slowest_stage_faster():
-    stages = pipeline_stages(llama(), **LLAMA)
+    stages = pipeline_stages(llama(), LLAMA)
     assert [stage.num_layers for stage in stages] == [8.5, 8.5, 8.5, 6.5]
     assert [(stage.num_attention, stage.num_mlp) for stage in stages] == [(9, 8), (8, 9), (9, 8), (6, 7)]
     assert list(map(str, stages)) == [
         "embedding + layers 1-8 + attention of layer 9", "feed-forward of layer 9 + layers 10-17",
         "layers 18-25 + attention of layer 26", "feed-forward of layer 26 + layers 27-32 + loss",
     ]  # fmt: skip
-    assert pipeline_stages(llama(), **LLAMA, cuttable=False) == pipeline_stages(
-        llama(whole_layers_in_pipeline_split=True), **LLAMA
+    assert pipeline_stages(llama(), LLAMA, cuttable=False) == pipeline_stages(
+        llama(whole_layers_in_pipeline_split=True), LLAMA
     )
-    chunks = counts(llama(num_virtual_stages_per_pipeline_rank=2), **LLAMA)
+    chunks = counts(llama(num_virtual_stages_per_pipeline_rank=2), LLAMA)
     assert chunks == [4, 4, 4, 4, 4.5, 4.5, 4.5, 2.5]
 
 
@@ -119,16 +141,12 @@ def test_layers_are_cut_where_that_makes_the_slowest_stage_faster():
 def test_layers_stay_whole_where_a_cut_gains_next_to_nothing(output, found):
     """Four layers, a third of them attention, and an output layer of so many layers: 2.333 is no gain over 2.34, but
     over 2.36."""
-    config = shape(4, 2, seq_length=1)
-    attention, mlp = half_costs(config, 1)
-    assert attention == pytest.approx(1 / 3, rel=0.01) and mlp == pytest.approx(2 / 3, rel=0.01)
-    vocab_size = round(output * 12 * 64)  # a layer is 12 h^2
-    assert counts(config, vocab_size=vocab_size, seq_length=1) == found
+    assert counts(shape(4, 2), alike(4, head=output)) == found
 
 
 def test_counting_embedding_and_loss_as_layers_gives_the_usual_even_split():
     both = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-    assert counts(shape(30, 4, **both), vocab_size=10**6, seq_length=8) == [7, 8, 8, 7]
+    assert counts(shape(30, 4, **both), alike(30, head=50.0)) == [7, 8, 8, 7]
     assert counts(shape(6, 4, **both)) == [1, 2, 2, 1]
     assert counts(shape(2, 4, **both)) == [0, 1, 1, 0]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron.core.cli import ConfigError
+from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
-from megatron.training.dry_run import dry_run_report, parameters_of, preflight, vocab_size_of
-from megatron.training.memory_estimate import stored_vocabulary
+from megatron.training.dry_run import dry_run_report, preflight, vocab_size_of
 from megatron.training.pipeline_report import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,13 +31,13 @@ def test_gpt2_and_llama_have_their_known_sizes():
         "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
         "--vocab-size 50257 --make-vocab-size-divisible-by 1"
     )
-    assert parameters_of(settings(gpt2), 50257) == 124_439_808
+    assert describe_run(settings(gpt2), 50257).num_parameters == 124_439_808
     llama = (
         "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
         "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
         "--untie-embeddings-and-output-weights --vocab-size 128256"
     )
-    assert parameters_of(settings(llama), 128256) == 8_030_261_248
+    assert describe_run(settings(llama), 128256).num_parameters == 8_030_261_248
 
 
 def test_report_names_layout_batches_and_schedule():
@@ -127,15 +127,16 @@ def test_counted_parameters_are_those_of_the_model(text):
         position_embedding_type=cfg.position_embedding_type,
         share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
     )
-    stored = parameters_of(cfg, stored_vocabulary(cfg, cfg.vocab_size))
+    described = describe_run(cfg, cfg.vocab_size)
+    stored = described.num_parameters + described.padding
     assert sum(parameter.numel() for parameter in model.parameters()) == stored
-    assert unique_parameter_count(model) == parameters_of(cfg, cfg.vocab_size)
+    assert unique_parameter_count(model) == described.num_parameters
 
 
 def test_report_says_parameters_as_the_self_check_counts_them_and_what_padding_adds():
     report = dry_run_report(settings("--vocab-size 1001 --tensor-model-parallel-size 2 --dry-run", 2))
-    cfg = settings("--vocab-size 1001", 1)
-    assert f"{parameters_of(cfg, 1001):,}, of which" in report and f"{(1024 - 1001) * 64:,} more of padding" in report
+    number = describe_run(settings("--vocab-size 1001", 1), 1001).num_parameters
+    assert f"{number:,}, of which" in report and f"{(1024 - 1001) * 64:,} more of padding" in report
 
 
 @pytest.mark.parametrize(("text", "order"), [("", "data, pipeline"), ("--use-tp-pp-dp-mapping", "pipeline, data")])

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron.core.process_groups import RankGrid
+from megatron.core.transformer.description import ModelDescription, Param
+from megatron.core.transformer.description import Piece as DescribedPiece
 from megatron.training.self_checks import Piece, describe_layout, problems_of
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
@@ -36,26 +38,48 @@ def test_holes_and_doubles_are_named(pieces, words):
     assert words in "; ".join(problems_of(pieces, 2, None))
 
 
-def half(index, name, stage=0):
-    return Piece(f"decoder.layers.{index}.{name}.weight", (4, 4), (0, 0), (4, 4), stage, False)
+def branch(name, index):
+    param = Param(f"decoder.layers.{index}.{name}.weight", (4, 4))
+    return DescribedPiece({"self_attention": "attention", "mlp": "feed-forward"}[name], (param,), is_branch=True)
 
 
-def test_every_half_of_a_layer_is_wanted_once():
-    first, last = [half(0, "self_attention"), half(0, "mlp")], [half(1, "self_attention"), half(1, "mlp", 1)]
-    assert not list(problems_of([*first, *last], 2, 64))
-    assert "the feed-forward half of layer 2 is on no rank" in list(problems_of([*first, last[0]], 2, 64))
-    assert "the attention half of layer 2 is on no rank" in list(problems_of([*first, last[1]], 2, 64))
-    doubled = "; ".join(problems_of([*first, *last, half(1, "self_attention", 1)], 2, 64))
+TWO_LAYERS = ModelDescription(
+    DescribedPiece("embedding"), tuple((branch("self_attention", i), branch("mlp", i)) for i in range(2)),
+    DescribedPiece("output layer"),
+)  # fmt: skip
+
+
+def held(index, name, stage=0, shape=(4, 4)):
+    return Piece(f"decoder.layers.{index}.{name}.weight", shape, (0, 0), shape, stage, False)
+
+
+def test_every_branch_of_a_layer_is_wanted_once():
+    first, last = [held(0, "self_attention"), held(0, "mlp")], [held(1, "self_attention"), held(1, "mlp", 1)]
+    assert not list(problems_of([*first, *last], 2, 64, TWO_LAYERS))
+    found = problems_of([*first, last[0]], 2, 64, TWO_LAYERS)
+    assert "the feed-forward branch of layer 2 is on no rank" in list(found)
+    assert "the attention branch of layer 2 is on no rank" in list(problems_of([*first, last[1]], 2, 64, TWO_LAYERS))
+    doubled = "; ".join(problems_of([*first, *last, held(1, "self_attention", 1)], 2, 64, TWO_LAYERS))
     assert doubled == "decoder.layers.1.self_attention.weight on stages 0 and 1, though nothing ties them"
     grid = RankGrid(pp=2)
-    assert list(describe_layout(grid, [*first, *last]))[-2:] == [
+    assert list(describe_layout(grid, [*first, *last], TWO_LAYERS))[-2:] == [
         "  stage 0 (ranks 0): layer 1 + attention of layer 2; 48 parameters",
         "  stage 1 (ranks 1): feed-forward of layer 2; 16 parameters",
     ]
 
 
-def test_layers_without_one_of_the_halves_are_another_programs_business():
-    assert not list(problems_of([half(0, "self_attention"), half(0, "mlp"), half(1, "mlp")], 2, None))
+def test_what_the_settings_do_not_make_is_named():
+    pieces = [held(0, "self_attention"), held(0, "mlp", shape=(4, 2)), held(1, "self_attention"), held(1, "mlp"),
+              held(1, "adapter")]  # fmt: skip
+    found = list(problems_of(pieces, 2, None, TWO_LAYERS))
+    assert found == [
+        "decoder.layers.0.mlp.weight has the shape (4, 2), the settings make (4, 4)",
+        "the settings make no decoder.layers.1.adapter.weight",
+    ]
+
+
+def test_layers_without_one_of_the_branches_are_another_programs_business():
+    assert not list(problems_of([held(0, "self_attention"), held(0, "mlp"), held(1, "mlp")], 2, None))
 
 
 def test_a_wrong_sum_is_a_problem():
@@ -115,7 +139,7 @@ def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("dropped_half", "the feed-forward half of layer 4 is on no rank"),
+        ("dropped_half", "the feed-forward branch of layer 4 is on no rank"),
         ("doubled_half", "decoder.layers.1.input_layernorm.weight, decoder.layers.1.input_layernorm.bias, "
                          "decoder.layers.1.self_attention.linear_qkv.weight … on stages 0 and 1, though nothing ties"),
     ],

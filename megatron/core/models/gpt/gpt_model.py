@@ -16,6 +16,7 @@ from megatron.core.context_parallel import zigzag
 from megatron.core.errors import UserError
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
+from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_layout import half_layers_of, pipeline_stages
 from megatron.core.placement import ParameterSpec, Partial, initialize_parameters
@@ -110,7 +111,10 @@ class GPTModel(MegatronModule):
         pp = self.groups.pp
         specs = [spec] if isinstance(spec, ModuleSpec) else spec.layer_specs
         cuttable = all(can_be_cut(each) for each in specs)
-        stages = pipeline_stages(self.config, vocab_size=vocab_size, seq_length=seq_length, cuttable=cuttable)
+        described = describe_gpt(
+            self.config, vocab_size=vocab_size, seq_length=seq_length, max_sequence_length=seq_length
+        )
+        stages = pipeline_stages(self.config, described.costs, cuttable=cuttable)
         if self.config.pipeline_model_parallel_size != pp.size:
             raise UserError(
                 f"config.pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}, but there are "

@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.core.models.common.flops import num_parameters
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.placement import unique_parameter_count
 from megatron.core.process_groups import SINGLE_PROCESS, Group
@@ -249,8 +249,10 @@ def test_the_closed_form_counts_what_is_built(overrides):
     model = make_model(**overrides)
     shared = ("position_embedding_type", "share_embeddings_and_output_weights")
     options = {name: overrides[name] for name in shared if name in overrides}
-    expected = num_parameters(model.config, vocab_size=model.vocab_size, max_sequence_length=16, **options)
-    assert unique_parameter_count(model) == expected
+    described = describe_gpt(
+        model.config, vocab_size=model.vocab_size, seq_length=16, max_sequence_length=16, **options
+    )
+    assert unique_parameter_count(model) == described.num_parameters
 
 
 def dropout_losses(model, tokens, positions, labels, samples):

@@ -1,0 +1,139 @@
+"""Descriptions against the models that are built, against what torch counts, and against published figures."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+LLAMA_3_8B = TransformerConfig(
+    num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, swiglu=True,
+    normalization="RMSNorm", add_bias_linear=False,
+)  # fmt: skip
+
+
+def described(config, vocab_size, length, **options):
+    return describe_gpt(config, vocab_size=vocab_size, seq_length=length, max_sequence_length=length, **options)
+
+
+def gpt_flops_per_sample(config, *, vocab_size, seq_length):
+    return described(config, vocab_size, seq_length).flops_per_sample
+
+
+@pytest.mark.parametrize("length, giga", [(4096, 48.25), (8192, 51.47), (32768, 70.8), (131072, 148.0)])
+def test_llama_3_8b_per_token(length, giga):
+    per_token = gpt_flops_per_sample(LLAMA_3_8B, vocab_size=128256, seq_length=length) / length
+    assert per_token / 1e9 == pytest.approx(giga, rel=1e-3)
+
+
+def test_llama_3_8b_has_its_8_030_261_248_parameters():
+    assert described(LLAMA_3_8B, 128256, 8192, position_embedding_type="rope").num_parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"swiglu": True, "num_query_groups": 2, "kv_channels": 12},
+        {"quick_geglu": True, "num_query_groups": 1, "ffn_hidden_size": 56, "add_bias_linear": False},
+        {"squared_relu": True, "add_bias_linear": False},
+    ],
+)
+def test_the_formula_equals_a_counted_trace(overrides):
+    """Torch counts all s x s scores and the padded vocabulary; the formula counts half of the scores and the true one.
+
+    On the unfused path: torch counts its matrix products alike in every version, fused kernels only in some.
+    """
+    length, vocab, padded, batch = 16, 50, 64, 2
+    config = TransformerConfig(
+        num_layers=3, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0,
+        attention_backend="unfused", use_cpu_initialization=True, **overrides,
+    )  # fmt: skip
+    model = GPTModel(
+        config, get_gpt_decoder_block_spec(config), vocab_size=vocab, max_sequence_length=length,
+        make_vocab_size_divisible_by=64,
+    )  # fmt: skip
+    tokens = torch.randint(0, vocab, (batch, length))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, torch.arange(length).expand(batch, -1), labels=tokens).sum().backward()
+    scores = 3 * 2 * 2 * config.num_layers * config.num_attention_heads * config.kv_channels * length**2
+    padding = 3 * 2 * length * config.hidden_size * (padded - vocab)
+    formula = gpt_flops_per_sample(config, vocab_size=vocab, seq_length=length)
+    assert counter.get_total_flops() / batch == formula + scores / 2 + padding
+
+
+@pytest.mark.parametrize("window, skip", [((7, 0), None), ((100, 0), None), ((3, 0), 2)])
+def test_windows_count_their_band(window, skip):
+    length = 4096
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, window_size=window, window_attn_skip_freq=skip
+    )
+    full = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2)
+    saved = gpt_flops_per_sample(full, vocab_size=9, seq_length=length) - gpt_flops_per_sample(
+        config, vocab_size=9, seq_length=length
+    )
+    hidden_pairs = (length - window[0] - 1) * (length - window[0]) / 2  # exactly, by counting rows
+    windowed_layers = 2 if skip is None else 1
+    assert saved == pytest.approx(3 * 2 * 2 * 8 * hidden_pairs * windowed_layers, rel=1e-3)
+
+
+def test_descriptions_need_no_torch():
+    program = "import sys, megatron.core.models.gpt_description; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+SPECS = {
+    "gpt2": {},
+    "llama": {"swiglu": True, "num_query_groups": 2, "add_bias_linear": False, "normalization": "RMSNorm"},
+    "qwen2": {"swiglu": True, "num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True},
+    "qwen3": {"swiglu": True, "qk_layernorm": True, "kv_channels": 12, "normalization": "RMSNorm"},
+    "llama4": {"qk_l2_norm": True, "qk_layernorm": True, "quick_geglu": True, "ffn_hidden_size": 56},
+    "nemotron": {"squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
+}
+
+
+def as_built(rank, world_size, overrides, options):
+    """Global name -> (logical shape, dims split by axis, this rank's sizes in storage) of the built model."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    config = TransformerConfig(
+        num_layers=3, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
+        tensor_model_parallel_size=world_size, **overrides,
+    )  # fmt: skip
+    model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=50, max_sequence_length=16, **options)
+    found = {}
+    for name, parameter in model.named_parameters():
+        spec, whole = parameter.spec, name.replace("shared_", "")
+        shape = spec.shape if spec.part is None else spec.part.shape
+        split = {axis: place.dim if hasattr(place, "dim") else place.outer.dim for axis, place in spec.mesh.items()}
+        sizes = found.get(whole, (None, None, []))[2]
+        found[whole] = (shape, split, [*sizes, parameter.numel()])
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_description_equals_the_model_that_is_built(gloo_pool, name, ranks, tied):
+    options = {
+        "position_embedding_type": "learned_absolute" if name == "gpt2" else "rope",
+        "share_embeddings_and_output_weights": tied, "make_vocab_size_divisible_by": 8,
+    }  # fmt: skip
+    config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4, tensor_model_parallel_size=ranks,
+                               **SPECS[name])  # fmt: skip
+    params = [each for each in described(config, 50, 16, **options).params() if not each.tied_to]
+    sizes = {"tp": ranks}
+    expected = {
+        each.name: (each.shape, dict(each.mesh), [math.prod(local) for local in each.local_shapes(sizes)])
+        for each in params
+    }
+    for found in gloo_pool.run(as_built, ranks, SPECS[name], options):
+        assert {key: found[key] for key in sorted(found)} == {key: expected[key] for key in sorted(expected)}
