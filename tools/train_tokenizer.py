@@ -2,7 +2,7 @@
 
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer
 
-writes tokenizer/tokenizer.json: id 0 is <|endoftext|>, then the 256 bytes, then the merges.
+writes tokenizer/tokenizer.json and tokenizer_config.json: id 0 is <|endoftext|>, then the 256 bytes, then the merges.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines or parquet: files, globs, folders")
     parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
     parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257")
-    parser.add_argument("--output", required=True, help="folder for tokenizer.json, made if need be")
+    parser.add_argument("--output", required=True, help="folder for both files, made if need be")
     parser.add_argument("--max-bytes", "--max_bytes", type=int, help="train on about the first so many bytes of text")
     args = parser.parse_args()
     start = time.monotonic()

@@ -104,8 +104,8 @@ class MegatronTokenizer:
     def from_pretrained(tokenizer_path: str, **options: Any) -> Tokenizer:
         """The tokenizer in ``tokenizer_path``, its kind told from its files.
 
-        A folder with tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model file; or any of
-        these files (tokenizer.json, vocab.txt, ``*.model``, or a JSON list for TikTokenizer).
+        A folder with tokenizer.json, with vocab.json and merges.txt, with vocab.txt, or with one .model or .tiktoken
+        file; or any of these files, or a JSON list for TikTokenizer.
 
         Args:
             options: passed on to the constructor, e.g. ``include_special_tokens=False`` for tokenizer.json.
@@ -118,14 +118,19 @@ class MegatronTokenizer:
                 return build_huggingface(str(path), **options)
             if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
                 return build_gpt2_bpe(str(path / "vocab.json"), str(path / "merges.txt"), **options)
-            files = [path / "vocab.txt"] if (path / "vocab.txt").is_file() else sorted(path.glob("*.model"))
+            files = [path / "vocab.txt"]
+            if not files[0].is_file():
+                files = [*path.glob("*.model"), *path.glob("*.tiktoken")]
             if len(files) != 1:
-                raise UserError(f"{path} has no tokenizer.json, vocab.json with merges.txt, vocab.txt or .model")
+                kinds = "tokenizer.json, vocab.json with merges.txt, vocab.txt, .model or .tiktoken"
+                raise UserError(f"{path} has no {kinds}")
             path = files[0]
         if path.suffix == ".model":
             return SentencePieceTokenizer("GPTSentencePieceTokenizer", str(path), **options)
         if path.suffix == ".txt":
             return build_bert_wordpiece(str(path), options.pop("lower_case", True), **options)
+        if path.suffix == ".tiktoken":
+            return TikTokenizer(str(path), **options)
         with path.open("rb") as file:
             is_list = file.read(64).lstrip()[:1] == b"["
         return TikTokenizer(str(path), **options) if is_list else build_huggingface(str(path), **options)

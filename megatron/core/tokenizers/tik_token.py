@@ -1,5 +1,6 @@
 """TikTokenizer: a JSON list of ``{"rank", "token_bytes" (base64), "token_str"}``, the form in which Megatron-LM keeps
-tiktoken vocabularies. Special tokens take the lowest ids, the ranks follow."""
+tiktoken vocabularies, or tiktoken's own form, a line ``base64 rank`` for each token. Special tokens take the lowest
+ids, the ranks follow."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import base64
 import binascii
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +33,8 @@ class TikTokenizer(Tokenizer):
 
     def __init__(self, path: str | None, *, pattern: str | None = None, vocab_size: int | None = None,
                  num_special_tokens: int = 1000, special_tokens: Sequence[str] | None = None):  # fmt: skip
-        raw = read_tokenizer_file("--tokenizer-model", path, "TikTokenizer", "a JSON list of ranks and token bytes")
+        what = "a JSON list of ranks and token bytes, or a .tiktoken file"
+        raw = read_tokenizer_file("--tokenizer-model", path, "TikTokenizer", what)
         names = list(special_tokens or SPECIAL_TOKENS)
         missing = [token for token in SPECIAL_TOKENS if token not in names]
         if missing or len(set(names)) != len(names):
@@ -86,7 +89,8 @@ class TikTokenizer(Tokenizer):
 
 def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes, int]:
     try:
-        rows = json.loads(raw)
+        is_json = raw.lstrip()[:1] in (b"[", b"{")
+        rows = json.loads(raw) if is_json else _rows_of_lines(raw)
         if not isinstance(rows, list):
             raise ValueError(f"it holds a JSON {type(rows).__name__}, not a list")
         ranks: dict[bytes, int] = {}
@@ -94,13 +98,24 @@ def _read_ranks(raw: bytes, path: str, wanted: int, first_id: int) -> dict[bytes
             piece = base64.b64decode(row["token_bytes"], validate=True)
             if row["rank"] != rank:
                 raise ValueError(f"entry {rank} has rank {row['rank']}")
-            if rank < 256 and piece != bytes([rank]):
+            if is_json and rank < 256 and piece != bytes([rank]):
                 raise ValueError(f"entry {rank} is not the byte {rank}")
             if piece in ranks:
                 raise ValueError(f"entries {ranks[piece] - first_id} and {rank} are the same token")
             ranks[piece] = first_id + rank
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
-        raise UserError(f"--tokenizer-model {path} is not a tiktoken vocabulary in JSON: {error!r}") from error
+        raise UserError(f"--tokenizer-model {path} is not a tiktoken vocabulary: {error!r}") from error
     if len(ranks) < 256:
         raise UserError(f"--tokenizer-model {path} holds {len(ranks)} tokens; the first 256 must be the bytes")
+    if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise UserError(f"--tokenizer-model {path} has no token for the byte {absent[0]}; every byte needs one")
     return ranks
+
+
+def _rows_of_lines(raw: bytes) -> list[dict[str, Any]]:
+    """The rows of a .tiktoken file; its bytes are in any order among the tokens."""
+    rows: list[dict[str, Any]] = []
+    for line in raw.splitlines():
+        piece, rank = line.split()
+        rows.append({"token_bytes": piece, "rank": int(rank)})
+    return rows

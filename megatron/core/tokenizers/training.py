@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,7 +15,8 @@ def train_byte_level_bpe(
 ) -> int:
     """Train on ``texts`` with GPT-2's pre-tokenizer and write ``output`` (a tokenizer.json); the size reached.
 
-    Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order.
+    Id 0 is ``end_of_document``, then come the 256 bytes, then the merges in order. Beside ``output``,
+    tokenizer_config.json names the special tokens, so that ``transformers`` loads the folder, too.
 
     Raises:
         ValueError: the vocabulary is too small for the bytes, or `tokenizers` is not installed.
@@ -32,7 +34,16 @@ def train_byte_level_bpe(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    partial = Path(output + ".partial")
-    tokenizer.save(str(partial))
-    partial.replace(output)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_document, "eos_token": end_of_document, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    _replace(Path(output), tokenizer.to_str(pretty=True))
+    _replace(Path(output).with_name("tokenizer_config.json"), json.dumps(config, indent=2) + "\n")
     return tokenizer.get_vocab_size()
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -307,3 +307,9 @@ def test_a_flag_of_another_program_is_answered_as_such(flag, answer):
 
 def test_integrity_is_always_verified():
     assert problems("--verify-integrity") == []
+
+
+def test_an_absent_wandb_is_found_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr("megatron.training.rules_training.is_installed", lambda name: name != "wandb")
+    found = problems("--wandb-project p --wandb-exp-name n --wandb-save-dir d")
+    assert len(found) == 1 and found[0].startswith("--wandb-project p: needs the package wandb; pip install")

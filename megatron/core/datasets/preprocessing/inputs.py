@@ -88,11 +88,16 @@ def find_inputs(patterns: list[str]) -> list[InputFile]:
 def _below(path: str) -> list[str]:
     if not os.path.isdir(path):
         return [path]
-    found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
-             if name.endswith(SUFFIXES) and not name.startswith(".")]  # fmt: skip
+    files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names
+                   if not name.startswith("."))  # fmt: skip
+    found = [file for file in files if file.endswith(SUFFIXES)]
     if not found:
         raise UserError(f"--input {path}: the folder holds no {', '.join(SUFFIXES)} file")
-    return sorted(found)
+    if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(SUFFIXES)]:
+        more = ", …" if len(skipped) > 5 else ""
+        logger.warning("--input %s: skips %d file(s) that are not %s: %s%s", path, len(skipped), ", ".join(SUFFIXES),
+                       ", ".join(skipped[:5]), more)  # fmt: skip
+    return found
 
 
 def _kind(path: str) -> str:

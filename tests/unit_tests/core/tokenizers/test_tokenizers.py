@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.core.tokenizers import MegatronTokenizer, build_tokenizer
 from megatron.core.tokenizers.libraries import require
+from megatron.core.tokenizers.training import train_byte_level_bpe
 from tests.test_utils.tiny_tokenizers import (
     bert_vocab,
     byte_level_bpe,
@@ -273,6 +275,31 @@ def test_lone_surrogates_are_refused(tokenizers):
 def test_a_missing_library_names_the_flag_and_the_fix():
     with pytest.raises(ValueError, match=r"--tokenizer-type X needs the package 'no_such_library'.*pip install"):
         require("no_such_library", "--tokenizer-type X")
+
+
+def test_a_tiktoken_file_has_the_ids_of_the_same_ranks_in_json(tmp_path):
+    """Its bytes need not come in order."""
+    rows = json.loads(Path(tiktoken_json(tmp_path / "t.json")).read_text())
+    lines = [f"{row['token_bytes']} {row['rank']}\n" for row in rows]
+    (tmp_path / "t.tiktoken").write_text("".join(lines))
+    ids = [MegatronTokenizer.from_pretrained(str(file)).tokenize("in the end") for file in tmp_path.iterdir()]
+    assert len(ids) == 2 and ids[0] == ids[1]
+    swapped = [f"{rows[1 - i]['token_bytes']} {i}\n" for i in (0, 1)]
+    (tmp_path / "t.tiktoken").write_text("".join(swapped + lines[2:]))
+    tokenizer = build_tokenizer(flags("TikTokenizer", tokenizer_model=str(tmp_path / "t.tiktoken")))
+    assert tokenizer.tokenize("\0\1") == [1001, 1000]
+    (tmp_path / "t.tiktoken").write_text("".join([*lines[:97], "YWE= 97\n", *lines[98:]]))
+    with pytest.raises(ValueError, match="no token for the byte 97"):
+        MegatronTokenizer.from_pretrained(str(tmp_path / "t.tiktoken"))
+
+
+def test_what_the_trainer_writes_is_loaded_by_transformers_too(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    train_byte_level_bpe(["the end of the beginning"] * 20, 300, str(tmp_path / "tokenizer.json"), asked_by="a test")
+    ours = MegatronTokenizer.from_pretrained(str(tmp_path))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("the beginning, ends")["input_ids"] == ours.tokenize("the beginning, ends")
+    assert theirs.eos_token_id == ours.eod == 0 and len(theirs) == ours.vocab_size
 
 
 def test_from_pretrained_tells_the_kind_from_the_files(tmp_path):

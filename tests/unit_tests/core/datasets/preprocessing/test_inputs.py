@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from megatron.core.datasets.preprocessing.inputs import find_inputs
 from megatron.core.datasets.preprocessing.pipeline import TooManyBadLines
 from megatron.data.indexed_dataset import IndexedDataset
 from tests.test_utils.preprocessing import DOCUMENTS, compressed, jsonl, pair, run, texts
@@ -56,6 +57,13 @@ def test_parquet_with_many_row_groups(tmp_path, reference):
         run(tmp_path, [str(path)], "other", json_keys=["title"])
     totals, _ = run(tmp_path, [str(path)], "numbers", json_keys=["text"], max_bad_lines=0)
     assert totals.bad_lines == 0
+
+
+def test_other_files_of_a_folder_are_named(tmp_path, caplog):
+    for name in ("a.jsonl", "notes.txt", ".hidden"):
+        (tmp_path / name).write_text("{}\n")
+    assert [file.path for file in find_inputs([str(tmp_path)])] == [str(tmp_path / "a.jsonl")]
+    assert "skips 1 file(s)" in caplog.text and "notes.txt" in caplog.text and "hidden" not in caplog.text
 
 
 def test_files_globs_and_folders(tmp_path, reference):
