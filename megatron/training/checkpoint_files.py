@@ -95,7 +95,10 @@ def find_checkpoint(
     if repair and os.access(folder, os.W_OK):
         recover(folder)
     if step is not None:
-        return _open(folder, step)
+        try:
+            return _open(folder, step)
+        except CheckpointError as error:
+            raise CheckpointDamagedError(f"--ckpt-step {step}: {error}") from None
     problem, latest = None, None
     try:
         latest = read_tracker(folder)

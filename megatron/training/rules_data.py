@@ -93,6 +93,13 @@ def named_files_exist(cfg: PretrainConfig) -> Problems:
         path = getattr(cfg, field)
         if path is not None and not os.path.isfile(path):
             yield problem(cfg, field, "there is no such file")
+    for field in ("load", "save", "pretrained_checkpoint"):
+        try:
+            os.stat(getattr(cfg, field) or ".")
+        except FileNotFoundError:
+            pass  # a folder that is made, or missed, later
+        except (OSError, ValueError) as error:
+            yield problem(cfg, field, f"cannot be opened ({getattr(error, 'strerror', None) or error})")
 
 
 def lengths_agree(cfg: PretrainConfig) -> Problems:

@@ -38,7 +38,7 @@ class BackendTokenizer(Tokenizer):
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._fast: FastByteLevelBPE | None = None
         self._prefix, self._suffix = _ids_around_text(backend) if include_special_tokens else ([], [])
-        _refuse_shared_ids(tokenizer_type, self._vocab)
+        _refuse_shared_ids(f"the {tokenizer_type}", self._vocab)
         super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint)
 
     @property
@@ -138,7 +138,7 @@ def build_gpt2_bpe(
     merges = [tuple(line.split(" ")) for line in _lines(merges_raw, merge_file) if line and not line.startswith("#v")]
     if not all(len(pair) == 2 for pair in merges):
         raise UserError(f"--merge-file {merge_file} has lines that are not two tokens; it must be GPT-2's merges.txt")
-    _refuse_shared_ids(kind, vocab)
+    _refuse_shared_ids(f"--vocab-file {vocab_file}", vocab)
     library = require("tokenizers", f"--tokenizer-type {kind}")
     try:
         backend = library.Tokenizer(library.models.BPE(vocab=vocab, merges=merges))
@@ -266,15 +266,15 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
     return found
 
 
-def _refuse_shared_ids(tokenizer_type: str, vocab: dict[str, int]) -> None:
+def _refuse_shared_ids(where: str, vocab: dict[str, int]) -> None:
     if not vocab:
-        raise UserError(f"the {tokenizer_type}'s vocabulary is empty")
+        raise UserError(f"{where}: the vocabulary is empty")
     if len(set(vocab.values())) < len(vocab):
         owners: dict[int, str] = {}
         for token, index in vocab.items():
             if index in owners:
                 raise UserError(
-                    f"the {tokenizer_type}'s tokens {owners[index]!r} and {token!r} share the id {index}; "
+                    f"{where}: the tokens {owners[index]!r} and {token!r} share the id {index}; "
                     "every token needs its own"
                 )
             owners[index] = token
