@@ -133,6 +133,7 @@ class Trainer:
         """
         optimizer = self.parts.optimizer
         local, sums, factor = self._forward_backward(size)
+        self.return_memory(1)
         metrics = StepMetrics(
             losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size
         )
@@ -250,9 +251,13 @@ class Trainer:
         cfg, iteration = self.cfg, self.state.iteration
         if every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()
-        if cfg.empty_unused_memory_level and self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.return_memory(2)
         self.collect_garbage(force=False)
+
+    def return_memory(self, level: int) -> None:
+        """--empty-unused-memory-level: gives cached device memory back; 1 is before the optimizer steps, 2 after it."""
+        if self.cfg.empty_unused_memory_level >= level and self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def collect_garbage(self, force: bool) -> None:
         """--manual-gc: collections happen here and nowhere else."""

@@ -107,7 +107,7 @@ NO_EFFECT: dict[str, str] = {
     "ckpt_assume_constant_structure": "there is no plan to keep",
     "dist_ckpt_optim_fully_reshardable": "optimizer state always is",
     "auto_detect_ckpt_format": "the format of what is loaded is always detected",
-    "use_mp_args_from_checkpoint_args": "checkpoints do not depend on the layout",
+    "local_rank": "the device of a rank follows LOCAL_RANK, which every launcher sets",
     "ddp_average_in_collective": "gradients are sums, scaled once",
     "align_grad_reduce": "every stage reduces a bucket as soon as it is complete",
     "align_param_gather": "every stage gathers its weights as soon as they are updated",

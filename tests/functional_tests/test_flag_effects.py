@@ -1,0 +1,105 @@
+"""Every flag reaches what it sets: the program runs with it and without it, and what it claims to change has changed.
+
+The table is complete: a flag that works has a row, or a place among the few that only name a path or a log.
+"""
+
+import pickle
+import shlex
+
+import pytest
+
+from megatron.training.arguments import flag_specs, parse_args, validate_args
+from megatron.training.config.availability import NO_EFFECT, NOT_YET
+from tests.test_utils.flag_effects import files, table
+from tests.test_utils.flag_effects.observe import MODEL, observe
+from tests.test_utils.flag_effects.rows import Probe, same
+
+
+class Runs:
+    """Observed runs; each command line runs once per session."""
+
+    def __init__(self, pool, folder):
+        self.pool, self.folder = pool, folder
+        self.places = files.write(folder)
+        self.seen, self.num_runs = {}, 0
+
+    def argv(self, row, changed=False):
+        """The command line of the base run or of the changed one."""
+        flags = shlex.split(MODEL)
+        for dropped in f"{row.without} {row.drop if changed else ''}".split():
+            at = flags.index(dropped)
+            del flags[at : at + 2]
+        return flags + shlex.split(f"{row.base} {row.changed if changed else ''}")
+
+    def placed(self, argv, out):
+        return [part.format(out=out, **self.places) for part in argv]
+
+    def of(self, row, argv):
+        """What every rank saw."""
+        key = (tuple(argv), row.ranks, row.count, row.pretend)
+        if key not in self.seen:
+            self.num_runs += 1
+            out = self.folder / str(self.num_runs)
+            out.mkdir()
+            if {"{checkpoint}", "{used}"} & set(argv) and "used" not in self.places:
+                self.places |= files.write_checkpoints(self)
+            seen = self.pool.run(observe, row.ranks, self.placed(argv, out), str(out), row.count, row.pretend)
+            self.seen[key] = [pickle.loads(each) for each in seen]
+        return self.seen[key]
+
+
+@pytest.fixture(scope="session")
+def runs(gloo_pool, tmp_path_factory):
+    return Runs(gloo_pool, tmp_path_factory.mktemp("flags"))
+
+
+def check(row, base, changed):
+    for expectation in row.expect:
+        expectation(base, changed)
+
+
+ROWS = [each for each in table.TABLE if not isinstance(each, Probe)]
+PROBES = [each for each in table.TABLE if isinstance(each, Probe)]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[each.changed for each in ROWS])
+def test_flag_changes_what_it_claims(runs, row):
+    base = runs.of(row, runs.argv(row))
+    changed = runs.of(row, runs.argv(row, changed=True))
+    pairs = list(zip(base, changed))
+    if row.ranks == 1:
+        pairs = [(base[0], changed[0])]
+    for before, after in pairs:
+        check(row, before, after)
+    with pytest.raises(AssertionError):  # what a flag that reaches nothing would give must not pass
+        for before in base:
+            check(row, before, before)
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=[each.changed for each in PROBES])
+def test_flag_decides(runs, probe, tmp_path):
+    answers = []
+    for argv in (runs.argv(probe), runs.argv(probe, changed=True)):
+        cfg = validate_args(parse_args(runs.placed(argv, tmp_path)), probe.ranks)
+        answers.append(probe.ask(cfg))
+    assert same(answers[1], probe.expect), answers
+    assert not same(answers[0], answers[1])
+
+
+def test_every_flag_that_works_has_a_row():
+    """A flag that is in neither table is a flag that may do nothing."""
+    known = {each.flag for each in table.TABLE} | set(table.EXEMPT)
+    missing, stale = [], set(known)
+    for spec in flag_specs():
+        entry = NOT_YET.get(spec.field)
+        works = spec.field not in NO_EFFECT and (entry is None or entry.needs is not None)
+        has = known & set(spec.names)
+        stale -= has
+        if works and not has:
+            missing.append(spec.names[0])
+    assert not missing, f"without a row in tests/test_utils/flag_effects: {' '.join(missing)}"
+    assert not stale, f"rows of flags that do not exist: {' '.join(sorted(stale))}"
+
+
+def test_no_flag_is_exempt_that_has_a_row():
+    assert not {each.flag for each in table.TABLE} & set(table.EXEMPT)

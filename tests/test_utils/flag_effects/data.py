@@ -1,0 +1,120 @@
+"""Data, tokenizers, evaluation."""
+
+from tests.test_utils.flag_effects.rows import Probe, changes, finished, gives, keeps, keeps_to_rounding, row
+from tests.test_utils.flag_effects.training import iterations
+
+
+def positions_restart(base, run):
+    finished(run)
+    for batch in run.batches:
+        for tokens, positions in zip(batch.tokens, batch.positions):
+            for place in range(1, len(tokens)):
+                assert positions[place] == (0 if tokens[place - 1] == 63 else positions[place - 1] + 1)
+
+
+def documents_apart(base, run):
+    """Boundaries of the flattened micro-batch: after each end of document, and between its rows."""
+    finished(run)
+    for batch in run.batches:
+        tokens = [token for row in batch.tokens for token in row]
+        wanted = {0, *(place + 1 for place, token in enumerate(tokens) if token == 63)}
+        assert batch.documents is not None and set(batch.documents) == wanted | set(range(0, len(tokens) + 1, 16))
+
+
+def no_loss_after(token, among="tokens"):
+    """The loss leaves out exactly the places where this id is."""
+
+    def leaves_out(_, run):
+        finished(run)
+        found = 0
+        for batch in run.batches:
+            for ids, mask in zip(getattr(batch, among), batch.loss_mask):
+                assert mask == [float(each != token) for each in ids]
+                found += ids.count(token)
+        assert found
+
+    return leaves_out
+
+
+def padding_is_masked(padding):
+    """Where labels were the padding id, they are 0 and do not count."""
+
+    def masks(base, run):
+        finished(base, run)
+        for before, after in zip(base.batches, run.batches):
+            for old, new, mask in zip(before.labels, after.labels, after.loss_mask):
+                assert [(0, 0.0) if label == padding else (label, 1.0) for label in old] == list(zip(new, mask))
+        assert any(0.0 in mask for batch in run.batches for mask in batch.loss_mask)
+
+    return masks
+
+
+def evaluated(count):
+    """Samples of validation and test that an evaluation reads."""
+    return gives(lambda run: len(run.evaluated), count)
+
+
+def evaluations(*numbers):
+    """Iterations after which there was an evaluation on validation data."""
+    return gives(lambda run: run.column("iteration", "valid"), list(numbers))
+
+
+def loaders(cfg):
+    """Worker processes of the loader."""
+    from megatron.training.dataloader import build_loader
+
+    loader = build_loader(range(8), [[0, 1]], cfg.num_workers, False)
+    return getattr(loader, "loader", loader).num_workers
+
+
+def names(run):
+    return run.column("dataset", "valid")
+
+
+EVAL = "--eval-iters 1"
+SEPARATE = "--train-data-path {data}"
+SPLIT_FREE = "--data-path --split"
+TWO_SETS = f"{SEPARATE} --valid-data-path {{tiny}} {{tinier}} --eval-iters 1 --full-validation"
+BLEND = "--data-path 0.5 {data} 0.5 {other}"
+DATA = [
+    row("--data-path {other}", changes("tokens"), keeps("initial")),
+    row("--split 20,40,40", changes("tokens", "evaluations"), base=EVAL),
+    row("--train-data-path {other}", changes("tokens"), drop=SPLIT_FREE),
+    row("--valid-data-path {other}", evaluations(2), base=f"{SEPARATE} {EVAL}", without=SPLIT_FREE),
+    row("--test-data-path {other}", gives(lambda run: len(run.column("lm loss", "test")), 1),
+        base=f"{SEPARATE} --valid-data-path {{data}} {EVAL}", without=SPLIT_FREE),
+    row("--data-args-path {list}", changes("tokens"), drop="--data-path"),
+    row("--per-split-data-args-path {splits}", changes("tokens"), drop=SPLIT_FREE),
+    row("--mock-data", changes("tokens"), drop="--data-path"),
+    row("--data-cache-path {out}/cache", gives(lambda run: any("cache/" in name for name in run.files), True)),
+    row("--no-mmap-bin-files", gives(lambda run: run.called, {"FileTokens.__init__": 1}), keeps("weights"),
+        count=("megatron.data.indexed_dataset:MemoryMappedTokens.__init__",
+                                 "megatron.data.indexed_dataset:FileTokens.__init__")),
+    row("--seq-length 8", gives(lambda run: len(run.tokens[0][0]), 8)),
+    row("--encoder-seq-length 8", gives(lambda run: len(run.tokens[0][0]), 8), drop="--seq-length"),
+    row("--dataloader-type cyclic", changes("tokens"), keeps("initial")),
+    Probe("--num-workers 3", loaders, 3),
+    row("--reset-position-ids", positions_restart),
+    row("--reset-attention-mask", documents_apart, changes("losses"), keeps("tokens")),
+    row("--eod-mask-loss", no_loss_after(63), keeps("tokens")),
+    row("--num-dataset-builder-threads 3", gives(lambda run: "3" in run.arguments, True), keeps("tokens"), base=BLEND,
+        count=("concurrent.futures:ThreadPoolExecutor.__init__",)),
+    row("--mid-level-dataset-surplus 100", gives(lambda run: "samples in 3 epoch(s)" in run.log, True), base=BLEND),
+    row("--allow-ambiguous-pad-tokens", padding_is_masked(63), base="--null-tokenizer-pad-id 63"),
+    row("--null-tokenizer-eod-id 5", no_loss_after(5), base="--eod-mask-loss"),
+    row("--null-tokenizer-pad-id 7", padding_is_masked(7)),
+]  # fmt: skip
+EVALUATION = [
+    row("--eval-iters 2", evaluated(16), base=EVAL),
+    row("--eval-interval 1", evaluations(1, 2, 2), base=EVAL),
+    row("--start-eval-at-iter 2", evaluations(2, 2), base=f"{EVAL} --eval-interval 1"),
+    row("--eval-global-batch-size 8", evaluated(16), base=EVAL),
+    row("--eval-micro-batch-size 4", gives(lambda run: {len(b.samples) for b in run.batches if not b.training}, {4}),
+        keeps("evaluated"), keeps_to_rounding("evaluations"), base=EVAL),
+    row("--skip-train", iterations(), keeps("initial"), base=EVAL),
+    row("--full-validation", gives(lambda run: len(run.evaluated) > 30, True), base=EVAL),
+    row("--multiple-validation-sets", gives(names, ["0", "1"]), base=TWO_SETS, without=SPLIT_FREE),
+    row("--validation-set-names near far", gives(names, ["near", "far"]),
+        base=f"{TWO_SETS} --multiple-validation-sets", without=SPLIT_FREE),
+]  # fmt: skip
+ROWS = [*DATA, *EVALUATION]

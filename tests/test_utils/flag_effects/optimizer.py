@@ -1,0 +1,197 @@
+"""The optimizer, learning rates, weight decay and number formats."""
+
+import math
+
+import torch
+
+from tests.test_utils.flag_effects.rows import (
+    accepts,
+    close,
+    finished,
+    gives,
+    keeps,
+    row,
+    stops,
+)
+
+EMBEDDING = "embedding.word_embeddings.weight"
+BF16 = "--bf16"
+
+
+def _decays(name):
+    return name.endswith("weight") and "layernorm" not in name
+
+
+def _clipped(gradients, clip):
+    norm = math.sqrt(sum(float(each.double().square().sum()) for each in gradients.values()))
+    factor = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+    return {name: each.double() * factor for name, each in gradients.items()}
+
+
+def adamw(lr=1e-2, decay=0.01, clip=1.0, beta1=0.9, beta2=0.999, eps=1e-5):
+    """Weights follow from the gradients by AdamW (Loshchilov and Hutter 2019) with these settings."""
+
+    def follows(_, run):
+        finished(run)
+        weights = {name: each.double() for name, each in run.initial.items()}
+        first, second = ({name: torch.zeros_like(each) for name, each in weights.items()} for _ in range(2))
+        for step, gradients in enumerate(run.gradients, start=1):
+            for name, each in _clipped(gradients, clip).items():
+                first[name] = beta1 * first[name] + (1 - beta1) * each
+                second[name] = beta2 * second[name] + (1 - beta2) * each**2
+                root = (second[name] / (1 - beta2**step)).sqrt() + eps
+                weights[name] *= 1 - lr * decay * _decays(name)
+                weights[name] -= lr * first[name] / (1 - beta1**step) / root
+        assert_close(run.weights, weights)
+
+    return follows
+
+
+def sgd(momentum=0.9, lr=1e-2, clip=1.0):
+    """Weights follow from the gradients by SGD with momentum."""
+
+    def follows(_, run):
+        finished(run)
+        weights = {name: each.double() for name, each in run.initial.items()}
+        moving = {name: torch.zeros_like(each) for name, each in weights.items()}
+        for gradients in run.gradients:
+            for name, each in _clipped(gradients, clip).items():
+                moving[name] = momentum * moving[name] + each
+                weights[name] -= lr * moving[name]
+        assert_close(run.weights, weights)
+
+    return follows
+
+
+def assert_close(found, expected, tolerance=2e-6):
+    for name, each in found.items():
+        difference = float((each.double() - expected[name]).abs().max())
+        assert difference <= tolerance, f"{name} differs by {difference}"
+
+
+def norms_are(decay):
+    """The norms of queries and keys are in the group with this weight decay."""
+
+    def are(_, run):
+        finished(run)
+        found = {wd for (_, wd), names in run.rates[0].items() for name in names if "q_layernorm.weight" in name}
+        assert found == {decay}, found
+
+    return are
+
+
+def rates_of_embedding(*rates):
+    """Learning rates of the embedding per update; the others keep theirs."""
+
+    def are(base, run):
+        finished(run)
+        found = [next(lr for (lr, _), names in each.items() if any(EMBEDDING in name for name in names))
+                 for each in run.rates]  # fmt: skip
+        others = [next(lr for (lr, _), names in each.items() if any("mlp" in name for name in names))
+                  for each in run.rates]  # fmt: skip
+        assert close(found, list(rates)) and close(others, base.learning_rates)
+
+    return are
+
+
+def decays(*values):
+    """Weight decay of matrices per update, as the optimizer had it and as recorded."""
+
+    def are(_, run):
+        finished(run)
+        found = [max(decay for _, decay in each) for each in run.rates]
+        assert close(found, list(values)), found
+        assert close(run.column("weight_decay"), list(values)), run.column("weight_decay")
+
+    return are
+
+
+def rates(*values):
+    """Learning rates per iteration, as recorded and as the optimizer had them."""
+
+    def are(_, run):
+        finished(run)
+        assert close(run.learning_rates, list(values)), run.learning_rates
+        assert close([max(lr for lr, _ in each) for each in run.rates], list(values))
+
+    return are
+
+
+def scales(*values):
+    return gives(lambda run: run.column("loss_scale"), list(values))
+
+
+def formats(kind):
+    return lambda run: {str(each.dtype).removeprefix("torch.") for each in run.moments[kind].values()}
+
+
+def kept(name):
+    return lambda run: set() if not run.kept else {each.element_size() for each in run.kept.values()}
+
+
+SGD = "--optimizer sgd --weight-decay 0"
+PRECISE = f"{BF16} --use-precision-aware-optimizer"
+FOUR = "--train-iters 4"
+LINEAR = "--lr-decay-style linear --train-iters 4"
+BY_SAMPLES = "--train-samples 16 --lr-decay-style linear"
+WSD = "--lr-decay-style WSD --train-iters 4 --lr-wsd-decay-iters 2 --lr-wsd-decay-style linear"
+HALF = "--fp16 --train-iters 4"
+COSINE = [0.5 * (math.cos(math.pi * share / 4) + 1) for share in range(4)]
+
+OPTIMIZER = [
+    row("--optimizer sgd", sgd(), base="--weight-decay 0"),
+    row("--sgd-momentum 0.5", sgd(momentum=0.5), base=SGD),
+    row("--weight-decay 0.3", adamw(decay=0.3)),
+    row("--clip-grad 0.1", sgd(clip=0.1), base=SGD),
+    row("--adam-beta1 0.5", adamw(beta1=0.5)),
+    row("--adam-beta2 0.5", adamw(beta2=0.5)),
+    row("--adam-eps 0.1", adamw(eps=0.1)),
+    row("--lr 3e-2", adamw(lr=3e-2)),
+    row("--apply-wd-to-qk-layernorm", norms_are(0.01), base="--qk-layernorm"),
+    row("--use-precision-aware-optimizer", accepts, gives(formats("exp_avg"), {"bfloat16"}),
+        base=f"{BF16} --exp-avg-dtype bf16"),
+    row("--exp-avg-dtype bf16", gives(formats("exp_avg"), {"bfloat16"}), base=PRECISE),
+    row("--exp-avg-sq-dtype bf16", gives(formats("exp_avg_sq"), {"bfloat16"}), base=f"{PRECISE} --adam-beta2 0.95"),
+    row("--main-params-dtype fp16", stops("--main-params-dtype", code=2), base=PRECISE),
+    row("--main-grads-dtype bf16", stops("--grad-reduce-in-bf16", code=2), base=PRECISE),
+    row("--no-store-param-remainders", gives(kept("kept"), {4}), keeps("weights"), base=BF16),
+    row("--decoupled-lr 2e-2", rates_of_embedding(2e-2, 2e-2)),
+    row("--decoupled-min-lr 1e-2", rates_of_embedding(2e-2, 1.5e-2),
+        base="--lr-decay-style linear --decoupled-lr 2e-2"),
+]  # fmt: skip
+SCHEDULE = [
+    row("--lr-decay-style cosine", rates(*(1e-2 * share for share in COSINE)), base=FOUR),
+    row("--min-lr 1e-3", rates(1e-2, 7.75e-3, 5.5e-3, 3.25e-3), base=LINEAR),
+    row("--lr-decay-iters 2", rates(1e-2, 5e-3, 0.0, 0.0), base=LINEAR),
+    row("--lr-decay-samples 8", rates(1e-2, 5e-3, 0.0, 0.0), base=BY_SAMPLES, drop="--train-iters"),
+    row("--lr-wsd-decay-style cosine", rates(1e-2, 1e-2, 5e-3 * (1 + math.cos(math.pi / 4)), 5e-3),
+        base=WSD.replace("iters 2", "iters 4").replace("--train-iters 4", "--train-iters 4 --lr-decay-iters 5")),
+    row("--lr-wsd-decay-iters 4", rates(1e-2, 7.5e-3, 5e-3, 2.5e-3), base=WSD),
+    row("--lr-wsd-decay-samples 16", rates(1e-2, 7.5e-3, 5e-3, 2.5e-3), drop="--train-iters",
+        base="--train-samples 16 --lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-samples 8"),
+    row("--lr-warmup-fraction 0.5", rates(0.0, 5e-3, 1e-2, 1e-2), base=FOUR),
+    row("--lr-warmup-iters 2", rates(0.0, 5e-3, 1e-2, 1e-2), base=FOUR),
+    row("--lr-warmup-samples 8", rates(0.0, 5e-3, 1e-2, 1e-2), base="--train-samples 16", drop="--train-iters"),
+    row("--lr-warmup-init 4e-3", rates(4e-3, 7e-3, 1e-2, 1e-2), base=f"{FOUR} --lr-warmup-iters 2"),
+    row("--start-weight-decay 0.1", decays(0.1, 0.2, 0.3, 0.4),
+        base=f"{FOUR} --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.5"),
+    row("--end-weight-decay 0.5", decays(0.1, 0.2, 0.3, 0.4),
+        base=f"{FOUR} --weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.1"),
+    row("--weight-decay-incr-style cosine", decays(*(0.4 * (1 - share) for share in COSINE)),
+        base=f"{FOUR} --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.4"),
+]  # fmt: skip
+PRECISION = [
+    row("--bf16", gives(lambda run: {str(each.dtype) for each in run.initial.values()}, {"torch.bfloat16"})),
+    row("--fp16", gives(lambda run: {str(each.dtype) for each in run.initial.values()}, {"torch.float16"})),
+    row("--loss-scale 64", scales(64.0, 64.0, 64.0, 64.0), base=HALF),
+    row("--initial-loss-scale 128", scales(128.0, 128.0, 128.0, 128.0), base=HALF),
+    row("--loss-scale-window 2", scales(128.0, 256.0, 256.0, 512.0), base=f"{HALF} --initial-loss-scale 128"),
+    row("--min-loss-scale 2147483648", scales(2.0**32, 2.0**31, 2.0**31, 2.0**31), base=HALF),
+    row("--hysteresis 1", scales(2.0**31, 2.0**30, 2.0**29, 2.0**28), base=HALF),
+    row("--accumulate-allreduce-grads-in-fp32", stops("--grad-reduce-in-bf16", code=2),
+        base=f"{BF16} --grad-reduce-in-bf16"),
+    row("--grad-reduce-in-bf16", gives(lambda run: {kind for _, kind in run.buckets}, {"bfloat16"}), base=BF16),
+    row("--deterministic-mode", gives(lambda run: run.called["use_deterministic_algorithms"], 1),
+        count=("torch:use_deterministic_algorithms",)),
+]  # fmt: skip
+ROWS = [*OPTIMIZER, *SCHEDULE, *PRECISION]

@@ -1,0 +1,104 @@
+"""Positions and attention."""
+
+import math
+
+from tests.test_utils.flag_effects.network import BF16
+from tests.test_utils.flag_effects.rows import (
+    LAYERS,
+    changes,
+    close,
+    finished,
+    gives,
+    keeps,
+    keeps_to_rounding,
+    modules,
+    row,
+    shape,
+)
+
+ROPE = "--position-embedding-type rope"
+YARN = (
+    "--position-embedding-type yarn --kv-channels 16 --rotary-scaling-factor 4"
+    " --yarn-original-max-position-embeddings 4000 --yarn-beta-fast 200"
+)
+POSITIONS = "embedding.position_embeddings.weight"
+
+
+def rotary(base=10000, width=8, scale=lambda pair, frequency: frequency, divide=1.0, concentration=1.0):
+    """Cosines and sines are those of Su et al. 2021, with frequencies as ``scale`` changes them."""
+
+    def are_those(_, run):
+        finished(run)
+        frequencies = [scale(pair, base ** (-2 * pair / width)) for pair in range(width // 2)]
+        angles = [[position / divide * frequency for frequency in frequencies] for position in range(8)]
+        for found, function in zip(run.rotary, (math.cos, math.sin)):
+            assert close(found, [[concentration * function(angle) for angle in line] for line in angles], 1e-5)
+
+    return are_those
+
+
+def llama3(factor):
+    """Pairs that turn slowly over 8192 positions turn ``factor`` times slower (Llama 3.1)."""
+
+    def scaled(pair, frequency):
+        turns = 8192 * frequency / (2 * math.pi)
+        kept = min(max((turns - 1) / 3, 0), 1)
+        return frequency * (kept + (1 - kept) / factor)
+
+    return scaled
+
+
+def yarn(factor=4, original=4000, fast=200, slow=1, rounded=True):
+    """Peng et al. 2023: pairs with more than ``fast`` turns in the original context are kept, below ``slow`` slowed."""
+
+    def bound(turns):
+        return 16 * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(10000))
+
+    low, high = bound(fast), bound(slow)
+    if rounded:
+        low, high = math.floor(low), math.ceil(high)
+
+    def scaled(pair, frequency):
+        share = min(max((pair - max(low, 0)) / (high - max(low, 0)), 0), 1)
+        return frequency * (1 - share + share / factor)
+
+    return scaled
+
+
+def yarn_tables(mscale=1.0, mscale_all_dim=0.0, factor=4, **others):
+    temperature = 0.1 * math.log(factor)
+    concentration = (1 + mscale * temperature) / (1 + mscale_all_dim * temperature)
+    return rotary(width=16, scale=yarn(factor, **others), concentration=concentration)
+
+
+ATTENTION = "--attention-backend"
+ROWS = [
+    row("--position-embedding-type rope", gives(shape(POSITIONS), None), rotary()),
+    row("--rotary-base 100", rotary(base=100), changes("losses"), base=ROPE),
+    row("--rotary-percent 0.5", rotary(width=4), changes("losses"), base=ROPE),
+    row("--rotary-seq-len-interpolation-factor 2", rotary(divide=2.0), changes("losses"), base=ROPE),
+    row("--use-rope-scaling", rotary(scale=llama3(8), width=16), changes("gradients"), base=ROPE + " --kv-channels 16"),
+    row("--rope-scaling-factor 3200", rotary(scale=llama3(3200), width=16), changes("gradients"),
+        base=ROPE + " --kv-channels 16 --use-rope-scaling"),
+    row("--rotary-interleaved", changes("losses"), keeps("initial", "rotary"), base=ROPE),
+    row("--no-rope-fusion", gives(lambda run: {"rotary_triton", "split_rotary_triton"} & run.kernels, set()),
+        keeps("weights"), base=ROPE, pretend="kernels"),
+    row("--rotary-scaling-factor 8", yarn_tables(factor=8), changes("losses"), base=YARN),
+    row("--yarn-original-max-position-embeddings 2000", yarn_tables(original=2000), changes("losses"), base=YARN),
+    row("--yarn-beta-fast 20", yarn_tables(fast=20), changes("losses"), base=YARN),
+    row("--yarn-beta-slow 20", yarn_tables(slow=20), changes("losses"), base=YARN),
+    row("--no-yarn-correction-range-round-to-int", yarn_tables(rounded=False), changes("losses"), base=YARN),
+    row("--mscale 2", yarn_tables(mscale=2.0), changes("losses"), base=YARN),
+    row("--mscale-all-dim 2", yarn_tables(mscale_all_dim=2.0), changes("losses"), base=YARN),
+    row("--attention-backend unfused", gives(modules("UnfusedAttention"), 2), keeps_to_rounding("losses", "gradients")),
+    row("--attention-dropout 0.5", gives(lambda run: run.zeros.get("AttentionDropout", 0) > 0.5, True),
+        changes("losses"), keeps("initial"), base="--attention-backend unfused"),
+    row("--attention-softmax-in-fp32", changes("gradients"), keeps("initial"), base=f"{BF16} {ATTENTION} unfused"),
+    row("--apply-query-key-layer-scaling", changes("gradients"), keeps("initial"),
+        base=f"{BF16} {ATTENTION} unfused --num-layers 3 --attention-softmax-in-fp32"),
+    row("--qk-layernorm", gives(shape(LAYERS + "0.self_attention.q_layernorm.weight"), (8,)), changes("losses")),
+    row("--qk-l2-norm", gives(modules("L2Norm"), 4), keeps("initial"), changes("losses")),
+    row("--window-size 4,0", changes("losses"), keeps("initial")),
+    row("--window-attn-skip-freq 2", changes("losses"), gives(lambda run: "window 4,0) in layer 1" in run.log, True),
+        base="--window-size 4,0"),
+]  # fmt: skip

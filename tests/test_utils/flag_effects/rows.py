@@ -1,0 +1,174 @@
+"""What a row of the table is, and the words that rows say their expectations with.
+
+An expectation is a function of (base run, changed run) that raises AssertionError. The base run is what a flag that
+reaches nothing would give: so at least one of a row's expectations must fail on (base run, base run), which the test
+checks for every row.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+LAYERS = "decoder.layers."
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A flag, what it is set to, and what must follow."""
+
+    changed: str
+    """What the command line gains; the flag comes first."""
+    expect: tuple[Callable, ...]
+    base: str = ""
+    """What both runs have beyond ``observe.MODEL``."""
+    drop: str = ""
+    """Flags of ``MODEL``, one value each, that the changed run does not have."""
+    without: str = ""
+    """Flags of ``MODEL`` that neither run has."""
+    ranks: int = 1
+    count: tuple[str, ...] = ()
+    pretend: str | None = None
+
+    @property
+    def flag(self):
+        return self.changed.split()[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A flag whose effect is asked of one function instead of a run: where that needs a GPU, a package, a tokenizer's
+    files or a second program."""
+
+    changed: str
+    ask: Callable
+    """From resolved settings to what they lead to."""
+    expect: object
+    """What ``ask`` gives with the flag; without it, it must give something else."""
+    base: str = ""
+    drop: str = ""
+    without: str = ""
+    ranks: int = 1
+
+    @property
+    def flag(self):
+        return self.changed.split()[0]
+
+
+def row(changed, *expect, **others):
+    """A :class:`Row`."""
+    return Row(changed, expect, **others)
+
+
+def same(left, right):
+    """Equal, bit for bit where there are tensors."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return left == right
+
+
+def close(left, right, tolerance=1e-5):
+    """Equal to rounding: numbers, tensors (relative to the largest magnitude), dicts and lists of them."""
+    if isinstance(left, torch.Tensor):
+        if left.shape != right.shape:
+            return False
+        scale = float(right.double().abs().max()) if right.numel() else 0.0
+        return bool(((left.double() - right.double()).abs() <= tolerance * scale + 1e-12).all())
+    if isinstance(left, dict):
+        return set(left) == set(right) and all(close(left[key], right[key], tolerance) for key in left)
+    if isinstance(left, (list, tuple)):
+        if not isinstance(right, (list, tuple)):
+            return False
+        return len(left) == len(right) and all(close(a, b, tolerance) for a, b in zip(left, right))
+    if isinstance(left, float):
+        return math.isclose(left, right, rel_tol=tolerance, abs_tol=1e-12)
+    return left == right
+
+
+def changes(*names):
+    """Each of these observations differs from the base run's."""
+
+    def changes_them(base, run):
+        finished(base, run)
+        for name in names:
+            assert not same(getattr(base, name), getattr(run, name)), f"{name} is the same with and without the flag"
+
+    return changes_them
+
+
+def keeps(*names):
+    """Each of these observations is, bit for bit, the base run's."""
+
+    def keeps_them(base, run):
+        finished(base, run)
+        for name in names:
+            assert same(getattr(base, name), getattr(run, name)), f"{name} is not what it is without the flag"
+
+    return keeps_them
+
+
+def keeps_to_rounding(*names, tolerance=1e-4):
+    """Each of these observations is the base run's to rounding."""
+
+    def keeps_them(base, run):
+        finished(base, run)
+        for name in names:
+            left, right = getattr(run, name), getattr(base, name)
+            assert close(left, right, tolerance), f"{name} is not what it is without the flag"
+
+    return keeps_them
+
+
+def gives(look, value, tolerance=1e-6):
+    """``look(run)`` is ``value`` (to rounding)."""
+
+    def gives_it(base, run):
+        finished(run)
+        found = look(run)
+        assert close(found, value, tolerance), f"{found!r}, expected {value!r}"
+
+    return gives_it
+
+
+def says(text):
+    """The log holds ``text``."""
+
+    def says_it(base, run):
+        finished(run)
+        assert run.rank or text in run.log, f"the log says nothing of {text!r}: {run.log[-3000:]}"
+
+    return says_it
+
+
+def stops(text, code=None):
+    """The run does not begin or ends early, and stderr holds ``text``."""
+
+    def stops_it(base, run):
+        assert run.code != 0 and code in (None, run.code), (run.code, run.errors)
+        assert run.rank or text in run.errors, run.errors  # the first rank speaks for all
+
+    return stops_it
+
+
+def finished(*runs):
+    for run in runs:
+        assert run.code == 0, f"exit code {run.code}: {run.errors}"
+
+
+def accepts(base, run):
+    """The run goes through, while without the flag it does not."""
+    finished(run)
+
+
+def shape(name):
+    """The shape of an initial weight; None where there is no such weight."""
+    return lambda run: tuple(run.initial[name].shape) if name in run.initial else None
+
+
+def modules(name):
+    return lambda run: run.modules.get(name, 0)

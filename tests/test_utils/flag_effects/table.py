@@ -1,0 +1,19 @@
+"""The whole table: all rows, and the flags that have none, each with the reason."""
+
+from tests.test_utils.flag_effects import (
+    checkpoints,
+    data,
+    layouts,
+    network,
+    optimizer,
+    positions,
+    tokenizers,
+    training,
+)
+
+TABLE = [
+    *network.ROWS, *positions.ROWS, *optimizer.ROWS, *training.ROWS, *data.ROWS, *checkpoints.ROWS, *layouts.ROWS,
+    *tokenizers.ROWS,
+]  # fmt: skip
+
+EXEMPT: dict[str, str] = {}
