@@ -67,6 +67,11 @@ def test_the_reference_imports_nothing_of_the_program():
             assert top != "importlib"
 
 
+def test_the_reference_stays_short_enough_to_be_read_as_documentation():
+    lines = [line for file in REFERENCE.glob("*.py") for line in file.read_text().splitlines()]
+    assert sum(bool(line.strip()) for line in lines) <= 600
+
+
 def test_philox_gives_the_published_numbers():
     """kat_vectors of Random123 1.14."""
     ones = 0xFFFFFFFF

@@ -1,32 +1,19 @@
 """From documents to samples, as Megatron-LM's GPT data sets define it (docs/data_format.md, "The order of samples").
 
-A corpus is a list of documents, each an array of token ids. Splits take documents in file order; a data set lays
-shuffled epochs of its documents end to end and cuts every s tokens; blends draw from several. No index arrays: the
-samples themselves.
+A corpus is a list of documents, arrays of token ids. Splits take them in file order; a data set lays shuffled epochs
+end to end and cuts every s tokens; blends draw from several data sets.
 """
 
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from tests.reference.settings import Settings
 
 Corpus = list  # of int arrays
-
-
-def write(prefix: Path, documents: Corpus) -> None:
-    """The pair of files of a corpus, as docs/data_format.md lays them out: uint16 tokens, one sequence per document."""
-    lengths = np.array([len(document) for document in documents])
-    offsets = 2 * (np.cumsum(lengths) - lengths)
-    Path(f"{prefix}.bin").write_bytes(np.concatenate(documents).astype("<u2").tobytes())
-    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
-    arrays = lengths.astype("<i4"), offsets.astype("<i8"), np.arange(len(documents) + 1).astype("<i8")
-    Path(f"{prefix}.idx").write_bytes(head + b"".join(array.tobytes() for array in arrays))
 
 
 def cut(documents: Corpus, length: int, wanted: int | None, seed: int) -> list:

@@ -12,8 +12,7 @@ import math
 
 import numpy as np
 
-LOW = np.uint64(0xFFFFFFFF)
-SHIFT = np.uint64(32)
+LOW, SHIFT = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 def key_of(seed: int, *parts: str | int) -> int:

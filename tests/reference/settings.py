@@ -9,9 +9,8 @@ from __future__ import annotations
 import ast
 from types import SimpleNamespace as Settings
 
-SIZES = dict.fromkeys(("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings",
-                       "vocab_size", "lr"))  # fmt: skip
-"""Required."""
+SIZES = dict.fromkeys(  # required
+    ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings", "vocab_size", "lr"))
 NETWORK = {
     "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None,
     "normalization": "LayerNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False,

@@ -1,11 +1,10 @@
 """Whole runs of the program beside the reference (``tests/reference``): what each leaves, and where they differ."""
 
 import dataclasses
+import struct
 from pathlib import Path
 
 import numpy as np
-
-from tests.reference import data
 
 VOCAB_SIZE = 61  # not divisible by anything
 BASE = [
@@ -30,9 +29,19 @@ def corpora():
     return result
 
 
+def write(prefix: Path, documents) -> None:
+    """The pair of files of a corpus, as docs/data_format.md lays them out: uint16 tokens, one sequence per document."""
+    lengths = np.array([len(document) for document in documents])
+    offsets = 2 * (np.cumsum(lengths) - lengths)
+    Path(f"{prefix}.bin").write_bytes(np.concatenate(documents).astype("<u2").tobytes())
+    head = b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, len(documents), len(documents) + 1)
+    arrays = lengths.astype("<i4"), offsets.astype("<i8"), np.arange(len(documents) + 1).astype("<i8")
+    Path(f"{prefix}.idx").write_bytes(head + b"".join(array.tobytes() for array in arrays))
+
+
 def write_corpora(folder):
     for name, documents in corpora().items():
-        data.write(Path(folder) / name, documents)
+        write(Path(folder) / name, documents)
 
 
 def with_folder(argv, folder):
