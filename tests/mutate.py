@@ -19,10 +19,8 @@ leaves Triton kernels, properties and module constants alone. cosmic-ray starts 
 """
 
 import argparse
-import compileall
 import contextlib
 import dataclasses
-import difflib
 import hashlib
 import importlib
 import json
@@ -31,18 +29,16 @@ import py_compile
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-import traceback
-import types
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from test_utils.line_coverage import Coverage
 from test_utils.mutants import Mutant, mutants_of
+from test_utils.tree_copies import copy_tree, end, fork, run_pytest
 
-ROOT = Path(__file__).resolve().parents[1]
 NUMERICAL = [
     *(f"megatron/core/{name}" for name in (
         "tensor_parallel", "context_parallel", "pipeline_parallel", "distributed", "optimizer", "transformer", "models",
@@ -56,183 +52,8 @@ NUMERICAL = [
     )),
     "megatron/training/tasks",
 ]  # fmt: skip
-LEFT_OUT_TESTS = ("torture", "benchmarks", "test_watchdog", "test_readme", "test_docs_commands", "test_architecture",
-                  "test_packaging", "test_mutate")  # fmt: skip
-"""Slow, or about the text of the tree."""
 EXPLAINED = "tests/mutants_explained.tsv"
 ROWS = "test_layouts.py::"
-
-
-# -- copies of the tree, and processes that see nothing else ----------------------------------------------------------
-
-
-def copy_tree(target):
-    """The files that git knows or would add and the compiled extension, with bytecode."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    extensions = [str(path.relative_to(ROOT)) for path in ROOT.glob("megatron/**/*.so")]
-    for name in [*filter(None, listed.split("\0")), *extensions]:
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-    for folder in ("megatron", "tests"):
-        compileall.compile_dir(target / folder, quiet=2)
-    return target
-
-
-def fork(tree, folder, work):
-    """Starts ``work()`` in a new process that imports from ``tree`` and has its temporary files in ``folder``."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 98
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.setsid()
-        os.chdir(tree)
-        sys.modules["__main__"] = types.ModuleType("__main__")  # spawned processes would import this file
-        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
-        sys.path[:] = [str(tree), *elsewhere]
-        sys.dont_write_bytecode = True  # two versions of a file within one second would share their bytecode
-        os.environ |= {"PYTHONPATH": str(tree), "TMPDIR": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        tempfile.tempdir = None
-        status = work()
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-def end(pid):
-    """Kills a process of :func:`fork` and what it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def run_pytest(arguments, plugin):
-    """In a forked process: pytest with a pool whose ranks are forked from here, where all is imported already."""
-    import pytest
-
-    from tests.test_utils import gloo_pool
-
-    gloo_pool.START_METHOD = "fork"
-    return int(pytest.main(["-q", "--tb=short", *arguments], plugins=[plugin]))
-
-
-# -- which test executes which line -----------------------------------------------------------------------------------
-
-
-class Coverage:
-    """Records of :mod:`tests.test_utils.line_trace`, kept in a folder and brought up to date with the tree."""
-
-    def __init__(self, folder, tree, suite, num_processes):
-        self.folder, self.tree, self.suite = folder, tree, suite
-        folder.mkdir(parents=True, exist_ok=True)
-        self.records, self.modules = {}, []
-        self._read()
-        sources = {str(path.relative_to(tree)): path.read_text() for path in sorted(tree.glob("megatron/**/*.py"))}
-        tests = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(tree.glob("tests/**/*.py")))).hexdigest()
-        state = folder / "state.json"
-        old = json.loads(state.read_text()) if state.exists() else {"sources": sources, "tests": ""}
-        self._follow_lines(old["sources"], sources)
-        self._drop_changed_tests()
-        self._write()
-        state.write_text(json.dumps({"sources": sources, "tests": ""}))
-        if old["tests"] != tests:
-            self._collect(num_processes)
-            self._read()
-            self._drop_changed_tests()
-            self._write()
-            state.write_text(json.dumps({"sources": sources, "tests": tests}))
-        self.by_path, self.executed = defaultdict(list), defaultdict(int)
-        for record in self.records.values():
-            if record["passed"]:
-                for path, mask in record["lines"].items():
-                    self.by_path[path].append((int(mask, 16), record))
-                    self.executed[path] |= int(mask, 16)
-
-    def _read(self):
-        for path in sorted(self.folder.glob("lines*.jsonl")):
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # the last line of an interrupted run
-                    record = json.loads(line)
-                    if "test" in record:
-                        self.records[record["test"]] = record
-                    self.modules += [name for name in record.get("modules", ()) if name not in self.modules]
-                    for gone in record.get("gone", ()):
-                        self.records.pop(gone, None)
-
-    def _write(self):
-        new = self.folder / "new"
-        new.write_text("\n".join(json.dumps(record) for record in [{"modules": self.modules}, *self.records.values()]))
-        for path in self.folder.glob("lines*.jsonl"):
-            path.unlink()
-        new.rename(self.folder / "lines.jsonl")
-
-    def _follow_lines(self, old, new):
-        """Renumbers what was recorded for former versions of files; a new line counts as run like the one above it."""
-        for path in [path for path, text in old.items() if text != new.get(path)]:
-            place = new_lines(old[path].split("\n"), new.get(path, "").split("\n"))
-            for record in self.records.values():
-                if path in record["lines"]:
-                    mask = int(record["lines"].pop(path), 16)
-                    record["lines"][path] = f"{sum(1 << at for at, was in place.items() if mask >> was & 1):x}"
-
-    def _drop_changed_tests(self):
-        for test, record in list(self.records.items()):
-            file = self.tree / test.split("::")[0]
-            if not file.exists() or hashlib.sha256(file.read_bytes()).hexdigest()[:16] != record["file"]:
-                del self.records[test]
-
-    def _collect(self, num_processes):
-        print(f"What tests execute is known of {len(self.records)}; measuring the others ...", flush=True)
-        left_out = [f"--ignore-glob=*{name}*" for name in LEFT_OUT_TESTS]
-        pids = []
-        for share in range(num_processes):
-            own = Path(tempfile.mkdtemp(dir=self.tree.parent))
-            output = self.folder / f"lines.{os.getpid()}.{share}.jsonl"
-
-            def work(share=share, output=output):
-                from tests.test_utils.line_trace import Collector
-
-                plugin = Collector(self.tree, output, set(self.records), share, num_processes)
-                return run_pytest([*left_out, *self.suite], plugin)
-
-            pids.append(fork(self.tree, own, work))
-        try:
-            for pid in pids:
-                os.waitpid(pid, 0)
-        finally:
-            for pid in pids:
-                end(pid)
-
-    def executes(self, mutant):
-        """The lines, as bits, whose execution shows that a test can see the mutant; 0 if no test executes them."""
-        first, last = mutant.lines
-        exactly, statement = 1 << mutant.line, (1 << last + 1) - (1 << first)
-        executed = self.executed.get(mutant.path, 0)
-        return exactly if exactly & executed and not mutant.on_import else statement & executed
-
-    def tests_of(self, mutant):
-        """Records of the tests that execute what the mutant changes, quickest first."""
-        bits = self.executes(mutant)
-        found = [record for mask, record in self.by_path[mutant.path] if mask & bits]
-        return sorted(found, key=lambda record: record["seconds"])
-
-
-def new_lines(old, new):
-    """Line numbers (from 1) of a new text, each with the line of the old one that it is or follows."""
-    place, last = {}, 1
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        for at in range(j1, j2):
-            last = i1 + at - j1 + 1 if tag == "equal" else min(i1 + 1, max(i2, 1)) if tag == "replace" else last
-            place[at + 1] = last
-    return place
 
 
 # -- the campaign -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ pytest.importorskip("triton")
 
 from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
 from megatron.core.rng import DropoutStream
+from megatron.core.transformer import dropout
+from megatron.core.transformer.dropout import Dropout, DropoutCoordinates
 from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
 
 STREAM, SITE = DropoutStream(7), ("layer", 3, "x")
@@ -42,6 +44,23 @@ def check(shape, dtype, rate, *, adds):
 )  # fmt: skip
 def test_the_mask_and_the_sum_are_those_of_the_formula(shape, dtype, rate, adds):
     check(shape, dtype, rate, adds=adds)
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+def test_a_layer_drops_the_same_in_its_kernel_and_without(rate):
+    layer, (length, batch, width) = Dropout(rate, *SITE), (4, 3, 200)
+    positions = torch.arange(length, device=DEVICE) + 9
+    at = DropoutCoordinates(STREAM, torch.arange(batch, device=DEVICE) + 40, positions, positions)
+    x = torch.ones(length, batch, width, device=DEVICE)
+    assert torch.equal(layer._drop_in_kernel(x, at, None) != 0, layer._drop_plain(x, at, None) != 0)
+
+
+def test_a_layer_asks_its_kernel_for_its_rate_to_the_last_of_16_bits(monkeypatch):
+    monkeypatch.setattr(dropout, "dropout_add_triton", lambda x, residual, draw: draw.threshold)
+    nowhere = torch.zeros(1, dtype=torch.int64)
+    at = DropoutCoordinates(STREAM, nowhere, nowhere, nowhere)
+    for rate in (0.0, 0.1, 0.5, 0.75, 0.9):
+        assert Dropout(rate, *SITE)._drop_in_kernel(nowhere, at, None) == round(rate * 65536)
 
 
 @pytest.mark.gpu
