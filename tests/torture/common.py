@@ -315,7 +315,7 @@ class Cases:
         for name, options in more.items():
             parser.add_argument(f"--{name}", **options)
         self.options = parser.parse_args()
-        self.folder = Path(self.options.folder or tempfile.mkdtemp(prefix="torture-"))
+        self.folder = Path(self.options.folder or tempfile.mkdtemp(prefix="torture-")).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = self.folder / "results.jsonl"
 

@@ -2,8 +2,8 @@
 
 A case is one flag. Its values (-1, 0, 2**63, nan, inf, nothing, a word, 1e30, other alphabets, a very long text, none)
 come as the only change to a command that works. Each is refused (exit code not zero, the message names the flag) or
-trained. A traceback, a message that does not name the flag, a process that does not end, or one that dies of a signal
-is a failure.
+trained. A traceback, a message that does not name the flag, a process that does not end, one that dies of a signal, or a
+dry run that writes a file is a failure.
 """
 
 import contextlib
@@ -117,7 +117,7 @@ def dry_runs(argvs, results):
     return 0
 
 
-def limit_memory(rank=0):
+def limit_memory():
     """A size that the machine does not have is refused, or at least does not take the machine down."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
@@ -128,12 +128,24 @@ def case(number, random, folder, tally):
     flag, values = flags()[number]
     argvs = [start(flag, value, folder, folder.parent) for value in values]
 
-    def all_dry_runs():
+    place = folder / "three" / "folders" / "deep"  # what a value makes of a relative path stays in the case's folder
+
+    def enter_place(rank=0):
         limit_memory()
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        os.chdir(place)
+
+    def all_dry_runs():
+        enter_place()
         return dry_runs(argvs, folder / "dry")
 
     pid = common.fork(all_dry_runs, folder / "dry-output")
     os.waitpid(pid, 0)
+    expected = {folder / "dry", folder / "dry-output", place, *place.parents}
+    written = sorted(str(path) for path in folder.rglob("*") if path not in expected)
+    if written:
+        tally.fail(f"{flag}: a dry run wrote {written}")
     verdicts = [json.loads(line) for line in (folder / "dry").read_text().splitlines()]
     if len(verdicts) < len(values):
         tally.fail(f"{show(flag, values[len(verdicts)])} --dry-run: the process died")
@@ -144,7 +156,7 @@ def case(number, random, folder, tally):
             if outcome == "accepted" and flag not in NOT_TRAINED:
                 shutil.rmtree(folder / "save", ignore_errors=True)
                 shutil.rmtree(folder / "run", ignore_errors=True)
-                code, output = common.train(argv, 1, folder / "run", limit=LIMIT_RUN, before=limit_memory)
+                code, output = common.train(argv, 1, folder / "run", limit=LIMIT_RUN, before=enter_place)
                 tally.add("two iterations", judge(flag, value, code, output, LIMIT_RUN))
         except Failure as failure:
             tally.add("odd value", "FAILED")
