@@ -170,7 +170,7 @@ class Ranks:
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank*")))
 
 
-def wait_until(condition, limit, pause=0.005):
+def wait_until(condition, limit, pause=0.01):
     """Whether ``condition()`` came true within ``limit`` seconds."""
     end = time.monotonic() + limit
     while not condition():

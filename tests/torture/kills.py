@@ -46,7 +46,7 @@ LAYOUTS = {
     "cp2-zero2": (f"--context-parallel-size 2 {ZERO}", 4),
     "fsdp2-tp2": ("--use-torch-fsdp2 --tensor-model-parallel-size 2", 4),
 }
-WEIGHTS = [6 if world == 1 else 2 if world == 2 else 1 for _, world in LAYOUTS.values()]
+WEIGHTS = [{1: 10.0, 2: 2.0, 4: 0.7}[world] for _, world in LAYOUTS.values()]
 MOMENTS = {"start": 3, "training": 3, "save": 4, "evaluation": 2}
 SIGNALS = {signal.SIGKILL: 6, signal.SIGTERM: 2, signal.SIGINT: 2}
 
@@ -169,21 +169,24 @@ class Launched:
 def await_moment(moment, run, random, slow):
     """Waits for the moment; False if the run ended before."""
     if moment == "start":
-        return not common.wait_until(run.poll, slow * random.uniform(0.0, 0.6), 0.002)
+        return not common.wait_until(run.poll, slow * random.uniform(0.0, 0.6))
     pattern, times, delay = {
         "training": (rb" iteration +\d+/", random.randint(1, 6), 0.03),
         "save": (rb"saving checkpoint at", random.randint(1, 2), 0.025),
         "evaluation": (rb" iteration +(5|10|15)/", 1, 0.02),
     }[moment]
-    pattern = re.compile(pattern)
+    pattern, size = re.compile(pattern), [0]
 
     def reached():
-        return run.poll() or run.log.exists() and len(pattern.findall(run.log.read_bytes())) >= times
+        if run.poll():
+            return True
+        known, size[0] = size[0], run.log.stat().st_size if run.log.exists() else 0
+        return size[0] > known and len(pattern.findall(run.log.read_bytes())) >= times
 
-    common.wait_until(reached, LIMIT * slow, 0.002)
+    common.wait_until(reached, LIMIT * slow, 0.004)
     if run.poll():
         return False
-    return not common.wait_until(run.poll, random.uniform(0.0, slow * delay), 0.001)
+    return not common.wait_until(run.poll, random.uniform(0.0, slow * delay), 0.002)
 
 
 def hit(run, world_size, random, number):
