@@ -133,10 +133,9 @@ class Ranks:
 
         self.pids = {rank: fork(lambda rank=rank: start(rank), folder / f"rank{rank}") for rank in range(world_size)}
 
-    @property
-    def log(self):
-        """The file of rank 0."""
-        return self.folder / "rank0"
+    def logs(self):
+        """The file of each rank."""
+        return sorted(self.folder.glob("rank*"))
 
     def poll(self):
         """Whether all have ended."""
@@ -167,7 +166,7 @@ class Ranks:
 
     def output(self):
         """What all ranks wrote."""
-        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("rank*")))
+        return "".join(path.read_text(errors="replace") for path in self.logs())
 
 
 def wait_until(condition, limit, pause=0.01):

@@ -126,9 +126,8 @@ class Launched:
 
         self.pid = common.fork(launch, folder / "rank-launcher")
 
-    @property
-    def log(self):
-        return next(self.folder.glob("logs/*/*/0/stdout.log"), self.folder / "none")
+    def logs(self):
+        return sorted(self.folder.glob("logs/*/*/*/stdout.log"))
 
     @property
     def codes(self):
@@ -180,8 +179,9 @@ def await_moment(moment, run, random, slow):
     def reached():
         if run.poll():
             return True
-        known, size[0] = size[0], run.log.stat().st_size if run.log.exists() else 0
-        return size[0] > known and len(pattern.findall(run.log.read_bytes())) >= times
+        logs = run.logs()
+        known, size[0] = size[0], sum(log.stat().st_size for log in logs)
+        return size[0] > known and sum(len(pattern.findall(log.read_bytes())) for log in logs) >= times
 
     common.wait_until(reached, LIMIT * slow, 0.004)
     if run.poll():

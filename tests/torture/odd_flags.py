@@ -2,8 +2,8 @@
 
 A case is one flag. Its values (-1, 0, 2**63, nan, inf, nothing, a word, 1e30, other alphabets, a very long text, none)
 come as the only change to a command that works. Each is refused (exit code not zero, the message names the flag) or
-trained. A traceback, a message that does not name the flag, a process that does not end, one that dies of a signal, or a
-dry run that writes a file is a failure.
+trained. A traceback, a message that does not name the flag, a process that does not end, one that dies of a signal, or
+a dry run that writes a file is a failure.
 """
 
 import contextlib
