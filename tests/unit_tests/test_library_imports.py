@@ -1,5 +1,6 @@
 """The names that existing programs import, each where they look for it."""
 
+import inspect
 from importlib import import_module
 
 import pytest
@@ -69,3 +70,37 @@ def test_what_is_not_available_yet_says_so_when_it_is_called():
     config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
     with pytest.raises(ValueError, match="multi-token prediction is not available yet"):
         gpt_layer_specs.get_gpt_mtp_block_spec(config, gpt_layer_specs.get_gpt_layer_local_spec(), vp_stage=None)
+
+
+DEFAULTS = {
+    "models.gpt.gpt_model.GPTModel": {
+        "pre_process": True, "post_process": True, "parallel_output": True, "fp16_lm_cross_entropy": False,
+        "share_embeddings_and_output_weights": False, "position_embedding_type": "learned_absolute",
+        "rotary_percent": 1.0, "rotary_base": 10000, "rope_scaling": False, "rope_scaling_factor": 8.0,
+        "make_vocab_size_divisible_by": 128,
+    },
+    "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": {"qk_layernorm": False, "qk_l2_norm": False},
+    "models.common.language_model_embedding.LanguageModelEmbedding": {"divisible_by": 128},
+    "models.common.rotary_pos_embedding.RotaryEmbedding": {"rotary_percent": 1.0, "rotary_base": 10000},
+    "transformer.transformer_block.TransformerBlock": {"post_layer_norm": True},
+    "transformer.transformer_layer.TransformerLayer": {"layer_number": 1},
+    "tensor_parallel.layers.ColumnParallelLinear": {"bias": True, "gather_output": False, "skip_bias_add": False},
+    "tensor_parallel.layers.RowParallelLinear": {"bias": True, "input_is_parallel": True, "skip_bias_add": False},
+    "tensor_parallel.layers.VocabParallelEmbedding": {"divisible_by": 128},
+    "tensor_parallel.layers.VocabParallelOutput": {"divisible_by": 128, "weight_is_shared": False},
+    "tensor_parallel.cross_entropy.vocab_parallel_cross_entropy": {"divisible_by": 128, "reuse_logits": False},
+    "optimizer.get_megatron_optimizer": {"lr_mult": 1.0},
+    "optimizer.grad_scaler.DynamicGradScaler": {
+        "initial_scale": 2.0**32, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5,
+        "growth_interval": 1000, "hysteresis": 2,
+    },
+    "distributed.finalize_model_grads.finalize_model_grads": {"expected_tokens": 1.0, "scale": True},
+    "pipeline_parallel.simulate.unit_costs": {"forward": 1.0, "backward": 2.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_who_leaves_an_argument_out_gets_what_was_promised(name):
+    module, _, attribute = f"megatron.core.{name}".rpartition(".")
+    parameters = inspect.signature(getattr(import_module(module), attribute)).parameters
+    assert {key: parameters[key].default for key in DEFAULTS[name]} == DEFAULTS[name]
