@@ -29,7 +29,7 @@ class BufferCut(NamedTuple):
     """A whole buffer, in elements."""
 
     starts: tuple[int, ...]
-    """Of each parameter."""
+    """First element of each parameter."""
     buckets: tuple[BucketCut, ...]
     total: int
 

@@ -1,4 +1,4 @@
-"""The one class of errors that are for the user to mend, below every other module."""
+"""Errors that the user can mend: one class, below every other module."""
 
 
 class UserError(ValueError):

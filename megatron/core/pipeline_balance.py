@@ -20,15 +20,15 @@ class LayoutError(UserError):
 
 
 ATTENTION_RATE = 0.65
-"""Of the rate of GEMMs, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192 tokens,
-forward and backward, beside 670 of GEMMs."""
+"""Speed of attention relative to GEMMs, by model FLOPs: a Hopper GPU computes 430 TFLOP/s of attention over 8192
+tokens, forward and backward, beside 670 of GEMMs."""
 
 
 class ModelCosts(NamedTuple):
     """What the parts of a model cost, in units of its median layer."""
 
     layers: tuple[tuple[float, ...], ...]
-    """Of every layer, its branches."""
+    """Costs of the branches of every layer."""
     head: float
     """The output layer and the loss."""
 
@@ -79,7 +79,7 @@ def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: floa
 
 
 def stage_costs(costs: Sequence[float], counts: Sequence[int], front: float, back: float) -> list[float]:
-    """Of every stage, for the pieces that it gets."""
+    """Cost of every stage, for the pieces that it gets."""
     before, ends = [0.0, *accumulate(costs)], [0, *accumulate(counts)]
     found = [before[end] - before[begin] for begin, end in zip(ends, ends[1:])]
     found[0] += front

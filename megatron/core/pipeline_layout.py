@@ -65,7 +65,7 @@ PipelineShape = Any
 
 
 Half = Literal["attention", "mlp"]
-"""Of a layer: norm, attention, residual; or norm, feed-forward network, residual."""
+"""Half of a layer: norm, attention, residual; or norm, feed-forward network, residual."""
 
 
 def layers_of(half_layers: range) -> Iterator[tuple[int, Half | None]]:

@@ -68,10 +68,10 @@ Dim = Annotated[int, Range(1, 2**31 - 1)]
 """Size of a tensor dimension."""
 NumRanks = Annotated[int, Range(1, 2**20)]
 Layers = Annotated[int, Range(1, 2048)]
-"""Of a model: what is per layer (patterns, costs of pipeline stages) stays short."""
+"""Layers of a model: lists with an entry per layer (patterns, costs of pipeline stages) stay short."""
 Samples = Annotated[int, Range(1, 2**40)]
 Batch = Annotated[int, Range(1, 2**31 - 1)]
-"""Sequences."""
+"""Sequences of a batch."""
 Iterations = Annotated[int, Range(0, 2**40)]
 Minutes = Annotated[int, Range(1, 10 * 366 * 1440)]
 Seconds = Annotated[float, Range(0, 10 * 366 * 86400)]

@@ -75,7 +75,7 @@ class Found:
     """0 for a release."""
     release: bool = False
     run_id: str = ""
-    """Of the save that wrote it: a copy has the same."""
+    """Identifies the save that wrote it: a copy has the same."""
 
 
 def find_checkpoint(

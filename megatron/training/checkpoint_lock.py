@@ -48,7 +48,7 @@ class SaveLock:
     def _take(self, descriptor: int, folder: str | os.PathLike) -> None:
         status = os.fstat(descriptor)
         text = os.pread(descriptor, RECORD_BYTES, 0) if stat.S_ISREG(status.st_mode) else b""
-        # a hard link to a file of someone else's passes O_NOFOLLOW: nothing is written into what is not a lock of ours
+        # a hard link to a foreign file passes O_NOFOLLOW: nothing is written into a file that is not a lock of training
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or (text and not text.startswith(RECORD_START)):
             raise CheckpointError(f"{self.path}: is not a lock file of training; remove it, or choose another --save")
         try:

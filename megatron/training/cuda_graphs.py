@@ -56,7 +56,7 @@ def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], O
 class _Recording(NamedTuple):
     inputs: dict[str, Tensor]
     gradient: Tensor
-    """Of the transformed loss with respect to the loss."""
+    """Gradient of the transformed loss with respect to the loss."""
     replay: Callable[[], Outputs]
 
 

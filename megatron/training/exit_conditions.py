@@ -249,7 +249,7 @@ _IGNORED: set[signal.Signals] = set()
 
 
 def _is_free(number: signal.Signals) -> bool:
-    """Whether nobody but us has decided what this signal does."""
+    """Whether no other code has decided what this signal does."""
     handler = signal.getsignal(number)
     return handler in (signal.SIG_DFL, signal.default_int_handler) or handler == signal.SIG_IGN and number in _IGNORED
 

@@ -20,7 +20,14 @@ from megatron.core.buffer_layout import bucket_alignment, chosen_bucket_size, cu
 from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_layout import StageContents
 from megatron.core.pipeline_parallel.simulate import peak_activations
-from megatron.core.transformer.description import ModelDescription, Param, Piece, kept_bytes, stream_elements
+from megatron.core.transformer.description import (
+    ModelDescription,
+    Param,
+    Piece,
+    activation_bytes,
+    kept_bytes,
+    stream_elements,
+)
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.pipeline_report import enough_microbatches, layers_held, pieces_of, schedule_of, stages_of
 
@@ -110,7 +117,7 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
     elements = cut.total if cfg.use_distributed_optimizer else sum(sizes)
     updated = max(owned_elements(sizes, cut, shards)) if cfg.use_distributed_optimizer else sum(sizes)
     optimizer = updated * (moment_bytes(cfg) + master_bytes(cfg))
-    return elements * weight_bytes(cfg), cut.total * gradient_bytes(cfg), optimizer, 0
+    return elements * activation_bytes(cfg), cut.total * gradient_bytes(cfg), optimizer, 0
 
 
 def _fully_sharded_state(
@@ -126,7 +133,7 @@ def _fully_sharded_state(
     gathered = outside + sum(sorted(units)[-together:])
     unsummed = max([outside, *units])
     full = state_bytes(cfg)
-    working = gathered * weight_bytes(cfg) + unsummed * gradient_bytes(cfg)
+    working = gathered * activation_bytes(cfg) + unsummed * gradient_bytes(cfg)
     return rows * full, rows * full, rows * moment_bytes(cfg), working
 
 
@@ -139,28 +146,23 @@ def _is_half(cfg: PretrainConfig) -> bool:
     return cfg.fp16 or cfg.bf16
 
 
-def weight_bytes(cfg: PretrainConfig) -> int:
-    """Of a weight as the model computes with it, and of an activation."""
-    return 2 if _is_half(cfg) else 8 if cfg.fp64 else 4
-
-
 def state_bytes(cfg: PretrainConfig) -> int:
-    """Of a moment."""
+    """Bytes of an element of a moment in full precision."""
     return 8 if cfg.fp64 else 4
 
 
 def gradient_bytes(cfg: PretrainConfig) -> int:
-    """Of an accumulated gradient."""
-    return 4 if _is_half(cfg) and cfg.accumulate_allreduce_grads_in_fp32 else weight_bytes(cfg)
+    """Bytes of an element of an accumulated gradient."""
+    return 4 if _is_half(cfg) and cfg.accumulate_allreduce_grads_in_fp32 else activation_bytes(cfg)
 
 
 def master_bytes(cfg: PretrainConfig) -> int:
-    """Of the exact value beside a half-precision weight: for bf16 the 16 bits that it lacks, for fp16 a copy."""
+    """Bytes beside a half-precision weight for its exact value: for bf16 the 16 bits that it lacks, for fp16 a copy."""
     return 2 if cfg.bf16 and cfg.store_param_remainders else 4 if _is_half(cfg) else 0
 
 
 def moment_bytes(cfg: PretrainConfig) -> int:
-    """Of all moments of a parameter."""
+    """Bytes of all moments of an element of a parameter."""
     if cfg.optimizer == "sgd":
         return state_bytes(cfg) if cfg.sgd_momentum else 0
     return sum(2 if kind == "bf16" and not cfg.fp64 else state_bytes(cfg)
@@ -171,7 +173,7 @@ def moment_bytes(cfg: PretrainConfig) -> int:
 
 
 def _tokens(cfg: PretrainConfig) -> int:
-    """Of one micro-batch on this context-parallel rank."""
+    """Tokens of one micro-batch on this context-parallel rank."""
     return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size
 
 
@@ -191,7 +193,7 @@ def stage_activations(cfg: PretrainConfig, model: ModelDescription, stage: Stage
         given = min(cfg.recompute_num_layers, len(layers))
         inputs = -(-len(layers) // given) if layers and cfg.recompute_method == "uniform" else given
         share = cfg.tensor_model_parallel_size if cfg.distribute_saved_activations else 1
-        total += inputs * stream_elements(cfg) * weight_bytes(cfg) / share
+        total += inputs * stream_elements(cfg) * activation_bytes(cfg) / share
         layers = [] if cfg.recompute_method == "uniform" else layers[given:]
     total += sum(kept_bytes(layer, _recomputed(cfg)) for layer in layers)
     return int(total * _tokens(cfg))
@@ -203,7 +205,7 @@ def _backward_bytes(cfg: PretrainConfig, layers: Sequence[Sequence[Piece]]) -> i
         return 0
     again = _recomputed(cfg)
     total = max(_branch_gradients(branch, again) for layer in layers for branch in layer)
-    total += 2 * stream_elements(cfg) * weight_bytes(cfg)
+    total += 2 * stream_elements(cfg) * activation_bytes(cfg)
     if cfg.recompute_granularity == "full":
         together = cfg.recompute_num_layers if cfg.recompute_method == "uniform" else 1
         assert together is not None

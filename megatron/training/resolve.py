@@ -73,7 +73,7 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
-    """Who computes and who communicates, where that was not said."""
+    """Defaults for the implementation of layers and for the communication backend."""
     values: dict[str, Any] = {}
     if cfg.transformer_impl == "transformer_engine" and needs_built_in_layers(cfg):
         values["transformer_impl"] = "local"

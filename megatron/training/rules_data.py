@@ -59,7 +59,7 @@ def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
 
 
 MOST_SAMPLES = 2**35
-"""Of one split: their order alone takes 8 bytes each, 256 GiB."""
+"""Most samples of one split: their order alone takes 8 bytes each, 256 GiB."""
 
 
 def samples_can_be_listed(cfg: PretrainConfig) -> Problems:

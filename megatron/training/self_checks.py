@@ -31,7 +31,7 @@ from megatron.training.trainer import Components
 logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
-"""So many first steps are checked unless --check-replicas 0: most bugs show at once."""
+"""The first steps, which are checked unless --check-replicas 0: most bugs show at once."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -108,7 +108,7 @@ def problems_of(
     task: str = "the task",
 ) -> Iterable[str]:
     """What is missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
-    ``task``: who knows them."""
+    ``task``: the name of the class that knows them."""
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)

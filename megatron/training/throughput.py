@@ -85,7 +85,7 @@ class Rate:
     tflops: float | None
     """Model TFLOP/s per device; None for a task that does not count its FLOPs."""
     tokens_per_second: float
-    """Of all devices."""
+    """Tokens per second of all devices."""
     tokens_per_second_per_device: float
     mfu: float | None
 

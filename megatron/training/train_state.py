@@ -14,7 +14,7 @@ class TrainState:
     consumed_train_samples: int = 0
     """Samples taken from the training data set, also those of skipped iterations."""
     skipped_train_samples: int = 0
-    """Of these, samples whose iteration did not update the weights (--iterations-to-skip)."""
+    """The part of them whose iteration did not update the weights (--iterations-to-skip)."""
     consumed_valid_samples: int = 0
     skipped_iterations: int = 0
     """Updates refused because of an overflow under a dynamic loss scale."""

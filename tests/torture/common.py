@@ -340,7 +340,7 @@ class Cases:
         return self._summarize(time.monotonic() - began)
 
     def _work(self, worker, case, numbers, finish, began):
-        """Every so-manieth case; never returns."""
+        """Every n-th case, for n workers; never returns."""
         Cases.worker = worker
         prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
         prctl(CHILD_SUBREAPER, 1)

@@ -52,13 +52,13 @@ def _all_to_all(tensors: Sequence[Tensor], group: Group, scatter: bool) -> tuple
 
 
 def _shape_of_part(x: Tensor, size: int, scatter: bool) -> tuple[int, ...]:
-    """Of what each rank sends of its tensor ``x``: fewer heads of its tokens, or fewer tokens of its heads."""
+    """Shape of what each rank sends of its tensor ``x``: fewer heads of its tokens, or fewer tokens of its heads."""
     s, b, a, d = x.shape
     return (s, b, a // size, d) if scatter else (s // size, b, a, d)
 
 
 def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Of each [s, b, a, d], to every rank its heads."""
+    """Packs the part of each [s, b, a, d] that every rank gets: its heads."""
     outgoing = tensors[0].new_empty((size, sum(x.numel() for x in tensors) // size))
     slots = outgoing.split([x.numel() // size for x in tensors], dim=1)
     for x, slot in zip(tensors, slots):
@@ -68,7 +68,7 @@ def _shares_of_heads(tensors: Sequence[Tensor], size: int) -> Tensor:
 
 
 def _shares_of_sequence(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """Of each [s, b, a, d], to every rank its tokens."""
+    """Packs the part of each [s, b, a, d] that every rank gets: its tokens."""
     pieces = [
         x[start:stop].flatten()
         for rank in range(size) for x in tensors for start, stop in zigzag.spans(len(x), rank, size)
@@ -118,7 +118,7 @@ class _HeadsAndSequence(torch.autograd.Function):
 
 
 def scatter_heads(tensors: Sequence[Tensor], group: Group) -> Sequence[Tensor]:
-    """Of each tensor, local tokens and all heads -> all tokens of the group and this rank's heads. The identity on one
+    """For each tensor, local tokens and all heads -> all tokens of the group and this rank's heads. The identity on one
     rank."""
     return tensors if group.size == 1 else _HeadsAndSequence.apply(group, True, *tensors)
 

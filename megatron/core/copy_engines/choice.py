@@ -24,9 +24,11 @@ DEVICE = "cuda"
 
 
 def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
-    """Of the group ``ranks``, in which this is number ``rank``. None, on all of them, where it does not work: without
-    NCCL, for ranks on several hosts or GPUs that do not reach each other's memory, and where all streams share one
-    queue, in which a stream that waits would hold up what it waits for."""
+    """Copy engines of the group ``ranks``, in which this is number ``rank``; None, on all ranks, without any.
+
+    They need NCCL and ranks on one host whose GPUs reach each other's memory. They do not work where all streams share
+    one queue, in which a stream that waits would hold up what it waits for.
+    """
     if dist.get_backend(handle) != "nccl":
         return None
     open_window = partial(SymmetricWindow, handle)

@@ -51,7 +51,7 @@ class Mailbox:
         queue.write([window.word(source, _TAKEN)], number)
 
     def _lane(self, source: int, target: int) -> int:
-        """Of two ranks the one is both before and after the other; their messages each way take one lane."""
+        """Lane of a message. Of two ranks each is both before and after the other: one lane then serves both ways."""
         return _FROM_PREVIOUS if (source + 1) % self._size == target else _FROM_NEXT
 
     def _slot(self, rank: int, lane: int, number: int, like: Tensor) -> int:

@@ -79,7 +79,7 @@ class BlendedMegatronDatasetBuilder:
             return self._build_wanted(split)
         except EmptySplitError as error:
             # --eval-iters asks for validation and test alike, and a share of 1 % of a small corpus holds no document:
-            # only whoever names test data asks for a test
+            # only explicit test data is a request for a test
             if split is not Split.test or self.config.blend_per_split is not None:
                 raise
             logger.warning("no test evaluation at the end, since there is no test data: %s", error)

@@ -42,7 +42,7 @@ class Difference(NamedTuple):
     rank: int
     """Global."""
     axis: str
-    """Of ``ProcessGroups``: over which ranks it should be equal."""
+    """Axis of ``ProcessGroups`` over whose ranks it should be equal."""
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:

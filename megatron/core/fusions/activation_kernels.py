@@ -32,7 +32,7 @@ class GateTraits(NamedTuple):
     """A gated activation."""
 
     slope: float
-    """Of the sigmoid: 1 for silu, 1.702 for quick_gelu."""
+    """Slope of the sigmoid: 1 for silu, 1.702 for quick_gelu."""
     clamp: float | None = None
     offset: float = 0.0
 

@@ -24,10 +24,10 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 _ROWS, _COLUMNS, _NUM_WARPS = 32, 128, 4
-"""Of a tile: 8 KiB of 16-bit values, four 16-byte vectors per thread."""
+"""A tile: 8 KiB of 16-bit values, four 16-byte vectors per thread."""
 PROGRAMS_PER_MULTIPROCESSOR = 8
 FEW_TILES = 16
-"""Of rows: one program per block of columns takes so many."""
+"""With at most this many tiles of rows, one program per block of columns takes them all."""
 
 
 class ColumnSum(Protocol):

@@ -34,5 +34,5 @@ class ByDevice:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 2 elsewhere, for Triton's interpreter."""
+    """Number of SMs of a GPU; 2 elsewhere, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

@@ -25,7 +25,7 @@ except ImportError:  # CPU builds of torch come without it
     triton = None
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
-"""Of a program's tile. Most runs are one row; ROWS of them are on their way at once where an id repeats."""
+"""A program's tile. Most runs are one row; ROWS of them are on their way at once where an id repeats."""
 
 
 class AddRows(Protocol):

@@ -55,7 +55,7 @@ class Master:
     """
 
     kept_dtype: torch.dtype | None = None
-    """Of ``kept``."""
+    """Data type of ``kept``."""
     avoids_halves = False
     """Whether the model computes with it in bf16."""
 

@@ -1,4 +1,4 @@
-"""Who provides the modules that fill a layer spec: one frozen row per implementation, and what a built model uses.
+"""Implementations of the modules that fill a layer spec: one frozen row each, and what a built model uses.
 
 ``local`` needs nothing beyond torch. ``transformer_engine`` needs the package of that name; asking for it where it is
 missing says what to install. The attention kernel is a choice of its own (``transformer/attention_kernels.py``), which
@@ -141,7 +141,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _words_of_parts(module: nn.Module) -> Iterator[str]:
-    """Of kernels inside a module that another package computes."""
+    """Names kernels inside a module that another package computes."""
     if isinstance(module, StreamNorm):
         kernel: object = module.normalize
     elif isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelOutput):

@@ -1,4 +1,4 @@
-"""A GPT described: the twin of ``gpt/``. Torch-free."""
+"""Describes the GPT that ``gpt/`` builds. Torch-free."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class UnderWay(Protocol):
 
 
 class _Collective:
-    """Of torch.distributed."""
+    """A collective of torch.distributed."""
 
     def __init__(self, start: Callable[..., Any], result: Tensor, source: Tensor, group: Group) -> None:
         self._result, self._source = result, source

@@ -301,7 +301,7 @@ class VocabParallelEmbedding(nn.Module):
         return self._look_up(ids)
 
     def scattered(self, ids: Tensor) -> Tensor:
-        """Of ids [s, b], this rank's positions [s / tp, b, h]: sums are scattered at once (sequence parallelism)."""
+        """Vectors [s / tp, b, h] of this rank's positions in ids [s, b]: sums are scattered (sequence parallelism)."""
         check_ids(ids, self.num_embeddings, "token ids")
         return reduce_scatter_to_sequence_parallel_region(self._local_vectors(ids), self.group)
 

@@ -159,7 +159,7 @@ def _nothing() -> None:
 
 
 def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> Callable[[], Tensor]:
-    """Of this rank's share of dX, what finishes all ranks' sum (of its positions)."""
+    """Starts the sum of all ranks' shares of dX (for this rank's positions); returns what finishes it."""
     if traits.gather_input:
         return begin_reduce_scatter(grad_x, traits.group).finish
     if not traits.reduce_input_gradient or traits.group.size == 1:

@@ -42,7 +42,7 @@ from megatron.core.tensor_parallel.linear import (
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 
 CHUNK_BYTES = 256 << 20
-"""Of a chunk's logits on one rank, where the number of tokens is not given."""
+"""Size of a chunk's logits on one rank, where the number of tokens is not given."""
 
 
 def linear_cross_entropy(

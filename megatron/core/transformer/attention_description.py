@@ -1,4 +1,4 @@
-"""Self-attention described: the twin of ``attention.py``. Torch-free."""
+"""Describes the self-attention of ``attention.py``. Torch-free."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Param:
     stored: tuple[int, ...] | None = None
     """Logical shape with padding, where there is any."""
     shared: int = 0
-    """Of ``(blocks, rows, …)`` split along blocks: with fewer blocks than ranks, the ranks of a block split its rows
-    but for the last ``shared``, which each of them holds."""
+    """For ``(blocks, rows, …)`` split along blocks: with fewer blocks than ranks, the ranks of a block split its rows
+    except the last ``shared``, which each of them holds."""
     tied_to: str | None = None
     """Global name of the parameter that it is a copy of."""
     ndim: int = 2
@@ -118,12 +118,12 @@ class Piece:
 
     @property
     def flops(self) -> float:
-        """Of one sequence, forward."""
+        """Model FLOPs of one sequence, forward."""
         return sum(op.flops for op in self.ops)
 
     @property
     def time(self) -> float:
-        """The same, of attention divided by its rate relative to GEMMs'."""
+        """The same, with attention's divided by its speed relative to GEMMs."""
         return sum(op.flops / (ATTENTION_RATE if op.kind == "attention" else 1.0) for op in self.ops)
 
 

@@ -13,12 +13,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def weight_init(config: TransformerConfig) -> Init:
-    """Of linear layers that read the residual stream."""
+    """Initial values of linear layers that read the residual stream."""
     return XavierUniform() if config.init_method_xavier_uniform else Normal(config.init_method_std)
 
 
 def output_weight_init(config: TransformerConfig) -> Init:
-    """Of linear layers that write into the residual stream."""
+    """Initial values of linear layers that write into the residual stream."""
     if config.init_method_xavier_uniform:
         return XavierUniform()
     assert config.num_layers is not None
@@ -26,7 +26,7 @@ def output_weight_init(config: TransformerConfig) -> Init:
 
 
 def embedding_init(config: TransformerConfig) -> Init:
-    """Of word and position embeddings: as weights, unless they have a standard deviation of their own."""
+    """Initial values of word and position embeddings: as weights, unless their own standard deviation is given."""
     std = config.embedding_init_method_std
     if std is not None and std != config.init_method_std:
         return Normal(std)

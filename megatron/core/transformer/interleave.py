@@ -47,7 +47,7 @@ def can_be_halved(hidden_states: Tensor, around: Surroundings) -> bool:
 
 
 def halves(around: Surroundings, batch: int) -> list[Surroundings]:
-    """Of a micro-batch of ``batch`` sequences; what is the same for all of them goes to both."""
+    """The two halves of a micro-batch of ``batch`` sequences; what is the same for all of them goes to both."""
 
     def part(x: Tensor, half: int, dim: int = 0) -> Tensor:
         return x.chunk(2, dim)[half] if x.shape[dim] == batch else x

@@ -1,4 +1,4 @@
-"""The feed-forward network described: the twin of ``mlp.py``. Torch-free."""
+"""Describes the feed-forward network of ``mlp.py``. Torch-free."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class NetworkSizeConfig:
     """Keep the residual stream in float32."""
 
     transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "local"
-    """Who provides the layers' modules: this library, or the package Transformer Engine where it is asked for."""
+    """Where the layers' modules come from: this library, or the package Transformer Engine."""
 
     masked_softmax_fusion: bool = True
     """No fused scale, mask and softmax in attention."""

@@ -22,7 +22,7 @@ class Retired:
     ignored: str = ""
     refused: str = ""
     program: str = ""
-    """Whose flag it is, if not Megatron-LM's."""
+    """The program that the flag belongs to, if not Megatron-LM."""
 
     @property
     def reason(self) -> str:

@@ -30,7 +30,7 @@ class IntervalSummary:
     flops: float
     """Model FLOPs of all of them, over all ranks."""
     skipped_samples: int
-    """Of the whole run."""
+    """Skipped samples of the whole run."""
 
     @property
     def last(self) -> StepMetrics:

@@ -25,7 +25,7 @@ class Failure:
     detail: str = ""
     """Its traceback or stack, if it could still say."""
     for_user: bool = False
-    """A ``UserError``: the reason says everything, and nobody needs a stack."""
+    """A ``UserError``: the reason says everything, and no stack is needed."""
     together: bool = False
     """Every rank raised it: ``rank`` is only the one that speaks first."""
 

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_CODE = 1
 UNHEARD = Beat(0, 0, 0, STARTING, silence=0.0, allowed=float("inf"))
-"""Of a rank that has not sent a heartbeat yet: it is as dead as any other if none comes."""
+"""The state of a rank that has not sent a heartbeat yet: it is as dead as any other if none comes."""
 
 
 @dataclass(frozen=True)

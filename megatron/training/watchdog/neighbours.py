@@ -28,7 +28,7 @@ CREDENTIALS = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Process:
-    """One process, never another one that was given the same number later."""
+    """One process, never another that was given the same number later."""
 
     pid: int
     started: str

@@ -66,7 +66,7 @@ def where_is(thread: int | None) -> Answer:
 
 
 def is_debugged(thread: int | None) -> bool:
-    """Whether a thread waits for somebody at a debugger's prompt."""
+    """Whether a thread waits for input at a debugger's prompt."""
     frame = sys._current_frames().get(thread or 0)
     while frame is not None:
         if os.path.basename(frame.f_code.co_filename) in DEBUGGERS:
