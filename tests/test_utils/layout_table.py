@@ -280,3 +280,27 @@ THROUGH_COPY_ENGINES = [
     or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp2-tp2-sp", "pp4-untied", "recompute-modules")
 ]  # fmt: skip
 """What they carry: collectives of sequence parallelism, messages between stages."""
+
+EXTENDED = {
+    "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
+    "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",
+    "tp2-sp-llama", "tp4-groups-below-ranks", "tp2-sp-packed", "tp2-window", "tp2-dp2", "tp2-sp-dp2", "tp2-sp-dp4",
+    "cp2-allgather", "cp2-a2a", "cp4", "cp4-allgather", "cp4-a2a", "cp2-packed", "cp2-a2a-packed", "cp2-mqa",
+    "cp2-dp2", "cp2-tp2", "cp2-tp2-sp-llama", "pp4", "pp4-untied", "pp4-sgd", "pp2-llama", "pp2-packed", "pp2-vpp",
+    "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp4-uneven", "pp2-vpp-layout",
+    "pp2-dp2", "pp2-tp2", "pp2-tp2-sp", "pp2-vpp-tp2-sp", "pp2-cp2", "pp2-tp2-sp-zero-bubble", "recompute-uniform",
+    "recompute-selective-tp2-sp", "recompute-pp2-zero-bubble", "fsdp2", "fsdp4-sgd", "fsdp2-llama", "fsdp2-tp2",
+    "cut-pp2", "cut-pp2-untied", "cut-pp2-llama", "cut-pp4", "cut-pp4-zero-bubble",
+    "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp",
+}  # fmt: skip
+"""Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
+at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
+line that the table executes, and combine any two flags that one row combines."""
+
+EXTENDED_THROUGH_COPY_ENGINES = {
+    "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
+    "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
+    "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",
+    "cut-pp4-zero-bubble", "cut-pp2-vpp-zero-bubble",
+}  # fmt: skip
+"""The same of the rows through copy engines."""
