@@ -59,7 +59,7 @@ class ParallelismConfig:
 
     copy_engines: bool = flag("--no-copy-engines", default=True)
     """Send what overlaps with computation between GPUs of one host through NCCL, not through copy engines: the
-    collectives of --tp-comm-overlap and the messages between pipeline stages. Copy engines leave all multiprocessors to
+    collectives of --tp-comm-overlap and the messages between pipeline stages. Copy engines leave all SMs to
     the computation; where they do not work NCCL is used anyway."""
 
     tp_comm_overlap: bool = False

@@ -131,7 +131,7 @@ def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) 
         "unsaved",
         f"stopping: the last {failures} saves to --save {folder} failed, the latest: {why}. Checkpoints before them are"
         " intact: make room there, or mend the file system, and start the same command with --load on that folder."
-        " --max-failed-saves sets how many failures are borne",
+        " --max-failed-saves sets how many failures are allowed",
     )
 
 

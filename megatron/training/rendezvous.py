@@ -69,7 +69,7 @@ class Place:
 
 
 def _is_listening(place: Place, timeout: float) -> bool:
-    """Whether somebody accepts connections there; torch's own attempts end in pages of C++ frames."""
+    """Whether a program accepts connections there; torch's own attempts end in pages of C++ frames."""
     limit = time.monotonic() + timeout
     while (left := limit - time.monotonic()) > 0:
         try:
@@ -86,7 +86,7 @@ class Arrival:
 
     host: str
     pid: int
-    """For messages alone: whoever reaches the store may have written it."""
+    """For messages alone: any program that reaches the store may have written it."""
     world_size: int
     machine: str
     """Equal where process ids mean the same processes: hosts may share a name, and containers a host."""

@@ -52,7 +52,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
     in which scripts unpack ``values()``.
 
     ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
-    s, s], True where a token may not be seen. A task of one's own passes ``cu_seqlens`` on instead, which is faster.
+    s, s], True where a token may not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster.
     """
     device = training_device()
     batch = to_device(next(data_iterator), device)

@@ -112,7 +112,7 @@ class CopyEngines:
         whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         num_bytes, source, target = x.nbytes, x.data_ptr(), whole.data_ptr()
         slot = self._gathers.begin(num_bytes)
-        # a copy within the GPU takes multiprocessors: on a stream of its own it would wait for a product to end
+        # a copy within the GPU takes SMs: on a stream of its own it would wait for a product to end
         here = slot.window.here()
         slot.wait_until_free(here, self._others)
         here.copy(slot.address(self.rank), source, num_bytes)

@@ -2,7 +2,7 @@
 
 Through CUDA's driver interface, whose calls here cost the host a few microseconds each: a collective of a transformer
 layer is a dozen of them, and there are sixteen such collectives per layer and micro-batch. A stream that waits is held
-back by the GPU's front end; neither a multiprocessor nor the host waits with it.
+back by the GPU's front end; neither an SM nor the host waits with it.
 
 Words have 32 bits and may wrap around: one has reached a value if it is ahead of it by less than 2^31. What a stream
 did before it writes a word is visible to whoever reads the word. (CUDA driver interface, "Stream Memory Operations".)

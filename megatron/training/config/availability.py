@@ -72,7 +72,7 @@ NOT_YET: dict[str, NotYet] = {
     ),
     "transformer_impl": _only("local", "transformer_engine", what="layers for inference alone are"),
     "cuda_graph_impl": _only("none", "local", what="this kind of CUDA graph is"),
-    "spec": NotYet("a layer specification of one's own is", lambda value: value not in (None, ["local"])),
+    "spec": NotYet("a layer specification of your own is", lambda value: value not in (None, ["local"])),
     "optimizer": _only("adam", "sgd", what="this optimizer is"),
     "position_embedding_type": _only("learned_absolute", "rope", "yarn", "none", what="this position embedding is"),
     "cross_entropy_fusion_impl": _only("native", what="the cross entropy of Transformer Engine is"),

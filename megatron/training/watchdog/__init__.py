@@ -1,7 +1,7 @@
 """One rank's failure ends the whole run soon, loudly and with its reason first.
 
 A rank fails when it raises, when its process is gone (seen at once on the same host), when its heartbeat stops, or when
-its main thread makes no progress. The first failure is written once, by whoever sees it first, into the run's store;
+its main thread makes no progress. The first failure is written once, by the first rank to see it, into the run's store;
 every other rank then writes the failing rank and its reason, then its own stacks, to stderr and
 ``<save>/stacks/rank-N.txt``, and leaves with exit code 1. docs/failures.md lists what is detected, how fast, and what
 is written where.

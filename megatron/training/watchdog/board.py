@@ -52,7 +52,7 @@ class Answer:
     """Where a rank's main thread is."""
 
     waits: bool
-    """In a collective, or for the GPU: then somebody else is the cause."""
+    """In a collective, or for the GPU: then another rank is the cause."""
     stack: str
 
 
@@ -97,7 +97,7 @@ class Board:
         return self._store.check([f"raised/{rank}" for rank in self.ranks])
 
     def reports(self) -> dict[int, Report]:
-        """Those that have come so far."""
+        """Reports that have come so far."""
         found = {rank: self._read(f"raised/{rank}") for rank in self.ranks}
         return {
             rank: Report(each["what"], Failure(**each["failure"]), each["elsewhere"])
@@ -129,7 +129,7 @@ class Board:
         self._store.set("inquiry", "1")
 
     def inquired(self) -> bool:
-        """Whether somebody has asked and this rank has not answered yet."""
+        """Whether a rank has asked and this rank has not answered yet."""
         return self._store.check(["inquiry"]) and not self._store.check([f"answer/{self.rank}"])
 
     def answer(self, answer: Answer) -> None:

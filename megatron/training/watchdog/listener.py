@@ -98,7 +98,7 @@ class Listener(threading.Thread):
             self.monitor.end(self.monitor.store_is_silent(f"no answer for {blocked:.0f} s"))
 
     def _terminate(self, seconds: float) -> None:
-        """SIGTERM: either somebody failed and a launcher cleans up, or somebody wants the run to end."""
+        """SIGTERM: either a rank failed and a launcher cleans up, or the run is to end."""
         self.monitor.wake.set()
         heard = self.monitor.rounds >= self._rounds_until_leaving or self.monitor.blocked > self.monitor.limits.interval
         if seconds < self.monitor.limits.grace or not heard or self.monitor.ending:

@@ -187,7 +187,7 @@ class Monitor(threading.Thread):
         return self._find_culprit() if beat.silence > beat.allowed else None
 
     def _find_culprit(self) -> Failure:
-        """Somebody makes no progress: whoever got least far, and of these one that does not wait in a collective."""
+        """A rank makes no progress: the one that got least far, and of these one that does not wait in a collective."""
         self.board.inquire()
         self.board.answer(self._answer())
         limit = time.monotonic() + self.limits.spreading
@@ -215,7 +215,7 @@ class Monitor(threading.Thread):
         """Called by the main thread. Tells the others and waits until they know, since this process may hold the store.
 
         If the error may only say that another rank is gone (``consequence``), that rank gets the time to be found; if
-        none is, whoever got least far is named. Where another rank failed first, the process ends in here; otherwise
+        none is, the one furthest behind is named. Where another rank failed first, the process ends in here; otherwise
         ``speak`` is called before anybody else hears of the failure, as a launcher may end this process right after.
         """
         self.own_error = own.failure.detail

@@ -78,7 +78,7 @@ def _stat(pid: int) -> tuple[str, str]:
 
 
 class Presence:
-    """Proof of which process this rank is, for the others of its host: the kernel tells whoever connects to this
+    """Proof of which process this rank is, for the others of its host: the kernel tells a process that connects to this
     socket the process and the user that listen. Its name is made of what the launcher has said, not of what is in the
     store; it is in no folder and ends with the process."""
 

@@ -56,7 +56,7 @@ class Watchdog:
         return self
 
     def _meet(self, place: Place) -> tuple[dist.Store, list[Arrival]]:
-        """Stores for the process groups and for the watchdog itself, and who has arrived."""
+        """Stores for the process groups and for the watchdog itself, and the ranks that have arrived."""
         patience = max(self.timeout, 1.0)
         self._presence = Presence(place)
         try:
