@@ -16,10 +16,11 @@ def read_a_file_that_was_cut(*args):
 
 run(parse_args(), read_a_file_that_was_cut)
 """
-FLAGS = (
-    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1"
-    " --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 9 --distributed-backend gloo"
-).split()
+FLAGS = [
+    "--num-layers", "1", "--hidden-size", "8", "--num-attention-heads", "1", "--seq-length", "8", "--mock-data",
+    "--max-position-embeddings", "8", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3",
+    "--tokenizer-type", "NullTokenizer", "--vocab-size", "9", "--distributed-backend", "gloo",
+]  # fmt: skip
 
 
 def test_one_process_shows_where_it_crashed():
