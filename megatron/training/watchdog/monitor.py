@@ -72,7 +72,7 @@ class Monitor(threading.Thread):
         self.board, self.rank, self.arrivals = board, board.rank, arrivals
         self.progress, self.limits = progress, limits
         self.neighbours = neighbours
-        self.store_holder = "the launcher" if agent_holds_store else f"rank 0 on {arrivals[0].host}"
+        self.agent_holds_store = agent_holds_store
         self.stacks_path = None if folder is None else folder / f"rank-{board.rank}.txt"
         self.main_thread = threading.main_thread().ident
         self._guards_itself = len(arrivals) > 1 and not neighbours.processes
@@ -262,7 +262,11 @@ class Monitor(threading.Thread):
         """Without the store nobody can be heard: its holder is gone, and with it the run."""
         for rank in self.neighbours.dead():
             return self._death(rank, None)
-        return Failure(None, f"{self.store_holder} holds it and is gone or out of reach ({reason})")
+        if self.agent_holds_store:
+            return Failure(None, f"the launcher holds it and is gone or out of reach ({reason})")
+        if 0 in self.neighbours:  # not gone: it would stay where it is, with its memory and the lock of --save
+            return Failure(0, f"its process holds the run's store and is stopped or locked ({reason})")
+        return Failure(None, f"rank 0 on {self.arrivals[0].host} holds it and is gone or out of reach ({reason})")
 
     def _store_is_gone(self, error: Exception, seconds: float) -> None:
         if self.told and self.own_error:  # the holder raised the same error and left first: no further failure

@@ -1,5 +1,6 @@
 """Who is blamed, how long a silence may last, and which stacks wait for others: without any process."""
 
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ from megatron.training.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.neighbours import Neighbours
+from megatron.training.watchdog.neighbours import Neighbours, Process
 from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
 from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
 
@@ -114,13 +115,29 @@ def test_an_error_that_all_ranks_have_heard_of_outlives_the_store(monkeypatch):
     second = monitors(2)[1]
     second.own_error = "trace"
     second.board.declare(Failure(0, "the data is damaged", for_user=True, together=True))
-    second.neighbours = SimpleNamespace(dead=lambda: [0], pids=[0])
+    second.neighbours = SimpleNamespace(dead=lambda: [0])
+    second._guards_itself = False  # no timer that would end this process
     second._round()
     monkeypatch.setattr(second, "end", lambda failure: pytest.fail(str(failure)))
     second._store_is_gone(RuntimeError("Connection reset by peer"), 60.0)
     began = time.monotonic()
     second._wait(60.0, store_is_gone)  # as the main thread does
     assert time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize(
+    ("holder_is_near", "agent", "blamed"), [(True, False, 0), (True, True, None), (False, False, None)]
+)
+def test_a_silent_store_is_its_holders_fault(holder_is_near, agent, blamed):
+    """A stopped rank 0 of this host is ended like any other; elsewhere nobody can reach it."""
+    second = monitors(2)[1]
+    second.agent_holds_store = agent
+    alive = Process.open(os.getpid())
+    second.neighbours = Neighbours({0: alive} if holder_is_near else {}, 1)
+    failure = second.store_is_silent("no answer for 7 s")
+    alive.close()
+    assert failure.rank == blamed and "no answer for 7 s" in failure.reason
+    assert ("the launcher" in failure.reason) == agent
 
 
 def store_is_gone(*args):
