@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from megatron.core.errors import UserError
-from megatron.training.exit_conditions import outlive_exit_signal
+from megatron.training.exit_conditions import OutliveExitSignals
 
 PADDING = -1  # the data set index of a sample that only evens out a ragged last batch
 
@@ -145,5 +145,5 @@ def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool)
         collate_fn=collate,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # worker seeds come from here: torch's global state stays what resuming restores
-        worker_init_fn=outlive_exit_signal,
+        worker_init_fn=OutliveExitSignals(),
     )

@@ -5,6 +5,7 @@ The second part adds what differs between ranks, a signal or a clock, and agrees
 hosts per iteration, unless --no-save-on-signal is given.
 """
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -14,7 +15,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -265,14 +266,35 @@ def _restore_defaults() -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 
-def outlive_exit_signal(worker_id: int) -> None:
+class OutliveExitSignals:
     """``worker_init_fn`` of a DataLoader: lets forked workers live through the signals that their trainer catches.
 
     Terminals, torchrun and batch systems signal whole process groups, and these signals would end the workers: the
-    trainer would then die of its loader before it reaches the checkpoint. Workers still end with their trainer.
+    trainer would then die of its loader before it reaches the checkpoint. But when the trainer itself leaves, Python
+    ends workers that are still there by SIGTERM and waits for them, for ever if they ignored it.
     """
-    for number in _CAUGHT:
-        signal.signal(number, signal.SIG_IGN)
+
+    def __init__(self) -> None:
+        self._trainer_leaves = _leaving_flag()
+
+    def __call__(self, worker_id: int) -> None:
+        for number in _CAUGHT:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._trainer_leaves.value:
+            os._exit(0)
+
+
+@functools.cache
+def _leaving_flag() -> Any:
+    """Memory shared with data loaders' workers, 1 once this process ends.
+
+    ``multiprocessing`` ends its children at exit too; it was imported, and so registered, earlier: its turn is later.
+    """
+    flag = multiprocessing.RawValue("b", 0)
+    atexit.register(setattr, flag, "value", 1)
+    return flag
 
 
 def agree(elapsed: float, received: int) -> tuple[float, int]:

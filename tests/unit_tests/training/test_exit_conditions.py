@@ -3,6 +3,8 @@
 import multiprocessing as mp
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from torch.utils.data import DataLoader
 from megatron.training.exit_conditions import (
     EXIT_SIGNALS,
     ExitConditions,
+    OutliveExitSignals,
     agree,
     as_signal,
     decide,
@@ -22,7 +25,6 @@ from megatron.training.exit_conditions import (
     is_eval_iteration,
     is_log_iteration,
     is_save_iteration,
-    outlive_exit_signal,
 )
 from megatron.training.train_state import TrainState
 
@@ -176,7 +178,7 @@ def test_an_unsignalled_run_puts_the_handler_back():
 def test_loader_workers_outlive_the_signal_only_if_the_trainer_catches_it(restored, handles):
     cfg = flags(exit_signal_handler=handles)
     with ExitConditions(cfg):
-        loader = DataLoader(range(100), num_workers=1, worker_init_fn=outlive_exit_signal)
+        loader = DataLoader(range(100), num_workers=1, worker_init_fn=OutliveExitSignals())
         batches = iter(loader)
         next(batches)
         (worker,) = batches._workers
@@ -310,3 +312,26 @@ def test_no_signal_stops_nobody(gloo_pool):
 
 def test_ranks_agree_on_the_longest_time(gloo_pool):
     assert gloo_pool.run(agreed_values, 2) == [(11.0, signal.SIGUSR1)] * 2
+
+
+LEAVES_A_LOADER_BEHIND = """
+import signal
+from types import SimpleNamespace
+from torch.utils.data import DataLoader
+from megatron.training.exit_conditions import ExitConditions, OutliveExitSignals
+
+flags = SimpleNamespace(save="x", save_on_signal=True, exit_signal_handler=False, exit_signal="SIGTERM")
+with ExitConditions(flags):
+    kept = iter(DataLoader(range(100), num_workers=1, worker_init_fn=OutliveExitSignals()))
+    assert next(kept) == 0
+    kept._workers[0].terminate()  # as a batch system does: the worker lives on
+    assert [int(next(kept)) for _ in range(20)] == list(range(1, 21))
+import builtins
+builtins.kept = kept  # still there when Python ends its children, as where a profiler holds on to it
+"""
+
+
+def test_a_process_ends_although_its_loader_is_still_there():
+    """Python waits at exit for children that it has sent a SIGTERM: workers that ignore it would be waited for."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES_A_LOADER_BEHIND], timeout=90, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
