@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.core.cli import ConfigError
 from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_parallel.simulate import peak_activations
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from megatron.data.indexed_dataset import DType
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.training.arguments import core_transformer_config_from_args, flag_specs, parse_args, validate_args
 from megatron.training.dry_run import dry_run_report, preflight, vocab_size_of
 from megatron.training.pipeline_report import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
 
@@ -20,6 +23,7 @@ TINY = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 48 "
     "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
 )
+FOLDERS = ("save", "data_cache_path", "tensorboard_dir", "wandb_save_dir")
 
 
 def settings(text="", world_size=1):
@@ -175,3 +179,20 @@ def test_long_schedules_are_judged_by_their_beginning_middle_and_end(text):
 def test_a_global_batch_of_millions_is_not_simulated():
     cfg = settings("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 4194304 --dry-run")
     assert enough_microbatches(cfg) < 10 and "2097152 micro-batches" in dry_run_report(cfg)
+
+
+def test_a_dry_run_writes_nothing_at_all(tmp_path, monkeypatch, capsys):
+    """Not into the folders that flags name, which a run would make, nor beside the data."""
+    monkeypatch.chdir(tmp_path)
+    data = Path("text_document")
+    with IndexedDatasetBuilder(f"{data}.bin", dtype=DType.optimal_dtype(99)) as builder:
+        builder.add_document(np.arange(99), [99])
+        builder.finalize(f"{data}.idx")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    folders = [spec.names[0] for spec in flag_specs() if spec.field in FOLDERS]
+    assert len(folders) == len(FOLDERS)
+    flags = [*TINY.replace("--mock-data", f"--data-path {data}").split(), "--split", "8,1,1", "--dry-run"]
+    for flag in folders:
+        flags += [flag, f"new/{flag.strip('-')}"]
+    assert preflight(parse_args(flags)) and "nothing was started" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
