@@ -67,7 +67,8 @@ NOT_DROPPED = {"len", "range", "int", "isinstance", "issubclass", "str", "list",
                "sorted", "enumerate", "zip", "getattr", "setattr", "hasattr", "super", "type", "iter", "next", "repr",
                "cast", "id", "hash", "open", "map", "filter", "bytes", "partial", "empty", "append", "contiguous",
                "extend", "empty_like", "field", "replace", "print"}  # fmt: skip
-SILENT = {"logger", "logging", "warnings", "notice", "warn", "warn_once", "notice_once", "cast", "TypeVar", "print"}
+SILENT = {"logger", "logging", "warnings", "notice", "warn", "warn_once", "notice_once", "cast", "TypeVar", "print",
+          "Problem"}  # fmt: skip
 UNSEEN_KEYWORDS = {"timeout", "maxsize", "stacklevel", "name", "num_warps", "num_stages", "non_blocking", "async_op",
                    "help", "memory_format", "device", "pin_memory", "repr", "kw_only", "strict", "exist_ok", "parents",
                    "doc", "daemon", "encoding"}  # fmt: skip
@@ -108,6 +109,8 @@ class _Finder:
             return self._body(node.body, (node.lineno, node.end_lineno))
         if isinstance(node, ast.AnnAssign) and outside or isinstance(node, ast.Expr) and _is_text(node.value):
             return
+        if isinstance(node, ast.Assign) and outside and isinstance(node.value, ast.Subscript):
+            return  # a name for a type
         if isinstance(node, ast.If) and (_only_refuses(node) or ast.unparse(node.test) == "TYPE_CHECKING"):
             return self._body(node.orelse, outside)
         bodies = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]

@@ -43,6 +43,13 @@ def test_library_sizes_follow_from_the_others():
     assert str(TransformerConfig(**SIZES, fp16=True).params_dtype) == "torch.float16"
 
 
+def test_the_virtual_pipeline_size_has_two_names():
+    config = TransformerConfig(**SIZES, virtual_pipeline_model_parallel_size=2)
+    assert config.num_virtual_stages_per_pipeline_rank == 2
+    config = TransformerConfig(**SIZES, num_virtual_stages_per_pipeline_rank=2)
+    assert config.num_virtual_stages_per_pipeline_rank == 2
+
+
 def test_older_name_of_the_norm_epsilon_works_both_ways():
     assert TransformerConfig(**SIZES, layernorm_epsilon=1e-6).norm_epsilon == 1e-6
     assert TransformerConfig(**SIZES, norm_epsilon=1e-6).layernorm_epsilon == 1e-6
@@ -98,8 +105,11 @@ def test_layer_pattern_is_parsed(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", "[2]", "[1]**2", "[1", "__import__('os')", "[1]*x", "1.5", "[]", "[1]*9999999", "-1 or 2", "(" * 300],
-)
+    [
+        "", "x", "[2]", "[1]**2", "3*[0]", "1+[0]", "[0]+1", "[1", "__import__('os')", "[1]*x", "1.5", "[]",
+        "[1]*9999999", "-1 or 2", "(" * 300,
+    ],
+)  # fmt: skip
 def test_layer_pattern_is_never_executed(text):
     with pytest.raises(ValueError):
         parse_layer_pattern(text)

@@ -138,12 +138,21 @@ def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeyp
     assert type(kernel) is (FusedBlocks if right else BlockwiseTorch)
 
 
-@pytest.mark.gpu
-def test_fused_kernels_are_chosen_for_16_bit_types_on_a_gpu():
-    choices = {"channels": 128, "dropout_rate": 0.0}
-    assert isinstance(make_block_kernel(1.0, "auto", torch.bfloat16, **choices), FusedBlocks)
-    assert make_block_kernel(1.0, "flash", torch.bfloat16, **choices).preferred == "flash"
-    assert isinstance(make_block_kernel(1.0, "unfused", torch.bfloat16, **choices), BlockwiseTorch)
+@pytest.mark.parametrize(
+    "backend, dtype, channels, rate, chosen",
+    [
+        ("auto", torch.bfloat16, 128, 0.0, "cudnn"), ("auto", torch.float16, 64, 0.0, "cudnn"),
+        ("flash", torch.bfloat16, 128, 0.0, "flash"), ("auto", torch.bfloat16, 136, 0.0, "flash"),
+        ("auto", torch.bfloat16, 256, 0.0, "flash"), ("auto", torch.bfloat16, 264, 0.0, None),
+        ("auto", torch.bfloat16, 100, 0.0, None), ("auto", torch.bfloat16, 128, 0.1, None),
+        ("auto", torch.float32, 128, 0.0, None), ("unfused", torch.bfloat16, 128, 0.0, None),
+        ("local", torch.bfloat16, 128, 0.0, None),
+    ],
+)  # fmt: skip
+def test_fused_kernels_are_chosen_for_16_bit_types_on_a_gpu(monkeypatch, backend, dtype, channels, rate, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernel = make_block_kernel(1.0, backend, dtype, channels=channels, dropout_rate=rate)
+    assert (kernel.preferred if isinstance(kernel, FusedBlocks) else None) == chosen
 
 
 @pytest.mark.parametrize("length, taken", [(1024, True), (1024 + 64, False)])
