@@ -102,7 +102,7 @@ def _refuse(error: UserError) -> int:
     return 2 if configuration else 1
 
 
-def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook]) -> int:
+def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
     with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
         groups = initialize_megatron(cfg, watchdog.store)
         from_first_rank(lambda: check_save_folder(cfg), groups.world)

@@ -83,7 +83,7 @@ def test_layers_without_one_of_the_branches_are_another_programs_business():
 
 
 def test_a_wrong_sum_is_a_problem():
-    (words,) = problems_of([layer(0)], 1, 17, "GPTTask")
+    (words,) = problems_of([layer(0)], 1, 17, task="GPTTask")
     assert words.startswith("the ranks hold 16 parameters, GPTTask.num_parameters() makes 17 of the settings")
 
 

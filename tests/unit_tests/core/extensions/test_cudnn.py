@@ -50,7 +50,7 @@ def test_who_asks_for_a_part_by_name_gets_that_of_torch(two_versions):
 def test_parts_of_another_one_are_refused(two_versions, where):
     load = "load = lambda: ctypes.CDLL(root + '/system/libcudnn_graph.so.9')"
     error = run(two_versions, "require_one_cudnn()", load, where).stderr
-    assert "ValueError" in error and "import torch first" in error
+    assert "UserError" in error and "import torch first" in error
     assert all(str(two_versions / home) in error for home in ("torch", "system"))
 
 
