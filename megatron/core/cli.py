@@ -280,13 +280,16 @@ def segments(argv: Sequence[str]) -> tuple[list[Segment], list[Problem]]:
     return found, problems
 
 
+NO_SUGGESTION = "see --help"
+
+
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """``did you mean ...?`` for an unknown name, or an empty string."""
+    """``did you mean ...?`` for an unknown name, or :data:`NO_SUGGESTION`."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
     longer = [other for other in known if other.startswith(name)][:3]
     names = list(dict.fromkeys(close[:1] + longer + close[1:]))[:3]
-    return f"did you mean {' or '.join(names)}?" if names else "see --help"
+    return f"did you mean {' or '.join(names)}?" if names else NO_SUGGESTION
 
 
 def _read(spec: FlagSpec, segment: Segment) -> Any:

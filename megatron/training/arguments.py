@@ -200,7 +200,10 @@ def _explain_unknown(problem: Problem, known: set[str]) -> Problem:
         return dataclasses.replace(problem, reason="exists in Megatron-LM, is not available here", fix="leave it out")
     if name[2:] in REMOVED:
         return dataclasses.replace(problem, reason="was removed from Megatron-LM", fix="leave it out")
-    return dataclasses.replace(problem, fix=cli.suggestion(name, [*known, *RETIRED]))
+    # a flag that exists first: old names, and those of other programs, are nobody's likeliest meaning
+    candidates = (cli.suggestion(name, names) for names in (known, RETIRED))
+    fix = next((each for each in candidates if each != cli.NO_SUGGESTION), cli.NO_SUGGESTION)
+    return dataclasses.replace(problem, fix=fix)
 
 
 def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:
