@@ -106,7 +106,10 @@ class _Finder:
                 self._body(node.body, None)
             return
         if isinstance(node, ast.ClassDef):
-            return self._body(node.body, (node.lineno, node.end_lineno))
+            if any(_last_name(base).endswith(("Error", "Exception")) for base in node.bases):
+                return  # its words
+            self._body(node.body, (node.lineno, node.end_lineno))
+            return
         if isinstance(node, ast.AnnAssign) and outside or isinstance(node, ast.Expr) and _is_text(node.value):
             return
         if isinstance(node, ast.Assign) and outside and isinstance(node.value, ast.Subscript):

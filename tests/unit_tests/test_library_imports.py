@@ -95,6 +95,8 @@ DEFAULTS = {
         "growth_interval": 1000, "hysteresis": 2,
     },
     "distributed.finalize_model_grads.finalize_model_grads": {"expected_tokens": 1.0, "scale": True},
+    "fusions.rope.apply_rotary": {"interleaved": False},
+    "fusions.rope.rotary_reference": {"interleaved": False},
     "pipeline_parallel.simulate.unit_costs": {"forward": 1.0, "backward": 2.0},
 }  # fmt: skip
 

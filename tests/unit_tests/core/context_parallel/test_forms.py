@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel import zigzag
+from megatron.core.context_parallel import forms, zigzag
 from megatron.core.enums import AttnMaskType
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups import SINGLE_PROCESS
 from megatron.core.rng import DropoutStream
 from megatron.core.transformer.dot_product_attention import UnfusedAttention, make_core_attention
 from megatron.core.transformer.dropout import DropoutCoordinates
@@ -96,3 +97,9 @@ def test_every_form_equals_one_rank(gloo_pool, form, size, levels, kv_groups):
 def test_one_key_value_head_serves_any_number_of_ranks(gloo_pool, form):
     for differences in gloo_pool.run(largest_differences, 4, form, None, 3, 1):
         assert max(differences.values()) < 1e-12, differences
+
+
+def test_one_rank_gathers_and_sums_nothing():
+    """A group of one has no handle, which torch would take for that of the whole world."""
+    x = torch.ones(2, 4, 1, 1, 3)
+    assert forms._gather_whole(x, SINGLE_PROCESS.cp) is x and forms._sum_local(x, SINGLE_PROCESS.cp) is x
