@@ -85,7 +85,7 @@ class RankPool:
 
     def run(self, function: Callable, world_size: int, *args: Any) -> list[Any]:
         """``[function(rank, world_size, *args) for every rank]``, run together; raises :class:`WorkerError`."""
-        if self._num_tasks >= TASKS_PER_WORKER:
+        if self._num_tasks >= TASKS_PER_WORKER or not all(process.is_alive() for process, _ in self._workers):
             self.close()
         self._num_tasks += 1
         self._grow(world_size)

@@ -182,9 +182,9 @@ def test_architecture_can_come_from_the_checkpoint(two):
     assert (taken.num_attention_heads, taken.lr) == (4, 3.0), "sizes that are given stay, training flags too"
     unchanged = settings(two, **given)
     assert apply_checkpoint_args(unchanged) is unchanged
-    for bad in ({"load": None}, {"load": str(two / "none")}):
-        with pytest.raises(CheckpointError, match="--use-checkpoint-args"):
-            apply_checkpoint_args(settings(use_checkpoint_args=True, **bad))
+    for load, words in ((None, "--use-checkpoint-args"), (str(two / "none"), "holds no checkpoint.*check --load")):
+        with pytest.raises(CheckpointError, match=words):
+            apply_checkpoint_args(settings(use_checkpoint_args=True, load=load))
 
 
 def test_only_multiples_of_the_retain_interval_and_the_latest_stay(tmp_path):

@@ -209,15 +209,18 @@ def test_a_run_that_saves_nothing_ends_with_the_code_of_the_signal():
     assert reason.exit_code == 130
 
 
+def interrupted_twice():
+    ExitConditions(flags(save="x", save_on_signal=True))
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.7)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_a_second_ctrl_c_ends_the_process_at_once(capfd):
-    child = os.fork()
-    if child == 0:
-        ExitConditions(flags(save="x", save_on_signal=True))
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.7)
-        os.kill(os.getpid(), signal.SIGINT)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    child = mp.get_context("fork").Process(target=interrupted_twice)  # has no children: they would be killed, too
+    child.start()
+    child.join()
+    assert child.exitcode == 130
     assert capfd.readouterr().err.splitlines()[1:] == ["ended by a second Ctrl-C"]
 
 
