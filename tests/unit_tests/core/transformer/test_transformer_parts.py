@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from megatron.core.enums import AttnMaskType
+from megatron.core.placement import Normal, XavierUniform
 from megatron.core.rng import DropoutStream
 from megatron.core.transformer.attention_masks import document_mask, hidden_mask
 from megatron.core.transformer.attention_window import layer_window
 from megatron.core.transformer.dot_product_attention import SDPAttention, UnfusedAttention, make_core_attention
 from megatron.core.transformer.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
+from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -140,3 +142,22 @@ def test_only_layers_whose_own_constructor_knows_of_halves_are_cut():
     assert can_be_cut(TransformerLayer) and can_be_cut(ModuleSpec(module=TransformerLayer))
     assert can_be_cut(lambda config, half: None) and not can_be_cut(lambda config: None)
     assert not can_be_cut(Inherits) and not can_be_cut(OfTheUser)
+
+
+@pytest.mark.parametrize(
+    "fields, reading, writing, embedding",
+    [
+        ({}, Normal(0.02), Normal(0.01), Normal(0.02)),
+        ({"init_method_std": 0.1}, Normal(0.1), Normal(0.05), Normal(0.1)),
+        ({"embedding_init_method_std": 0.3}, Normal(0.02), Normal(0.01), Normal(0.3)),
+        ({"init_method_xavier_uniform": True}, XavierUniform(), XavierUniform(), XavierUniform()),
+        (
+            {"init_method_xavier_uniform": True, "embedding_init_method_std": 0.3},
+            XavierUniform(), XavierUniform(), Normal(0.3),
+        ),
+    ],
+)  # fmt: skip
+def test_initial_values_follow_from_the_configuration(fields, reading, writing, embedding):
+    """Two layers: what writes into the residual stream has a standard deviation of half of that."""
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **fields)
+    assert (weight_init(config), output_weight_init(config), embedding_init(config)) == (reading, writing, embedding)
