@@ -61,6 +61,21 @@ def test_every_dtype_comes_back_bit_for_bit(saved):
     assert not list(saved.parent.glob(".*")), "no leftovers"
 
 
+def test_what_is_synced_is_the_whole_file(tmp_path, small_blocks, monkeypatch):
+    """Bytes that Python still buffers while the file is synced would be lost with the power."""
+    synced, fsync = {}, writer_module.os.fsync
+
+    def note(descriptor):
+        status = writer_module.os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(writer_module.os, "fsync", note)
+    save_state(small_state(), tmp_path / "iter_0000001", objects={"answer": [42]})
+    for path in (tmp_path / "iter_0000001").iterdir():
+        assert synced[path.stat().st_ino] == path.stat().st_size, path.name
+
+
 def test_the_files_are_plain_safetensors(saved):
     with safe_open(saved / "model_00000.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("model.bfloat16"), small_state()["model.bfloat16"].local)
