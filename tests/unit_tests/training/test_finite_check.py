@@ -148,7 +148,8 @@ with ExitConditions(cfg) as exits:
 
 
 def train_into_a_nan(rank, world_size, folder, place, log_interval):
-    """(message, records of metrics.jsonl, weights after the run, weights after the last good step)."""
+    """(message, iterations in metrics.jsonl, whether weights are those of the last good step, and not of the first,
+    files, the last iteration that began)."""
     from megatron.training import program
     from megatron.training.layout_trace import with_synthetic_data
     from megatron.training.tasks.gpt import GPTTask
@@ -166,9 +167,10 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval):
                 output = output * float("nan")
             return super().loss_func(batch, output)
 
-    weights = []
+    weights, started = [], []
 
     def noting_step(trainer):
+        started.append(trainer.state.iteration + 1)
         metrics = step(trainer)
         weights.append({name: p.detach().clone() for name, p in trainer.parts.model[0].named_parameters()})
         return metrics
@@ -186,13 +188,15 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval):
     same = all(torch.equal(value, last[name]) for name, value in weights[1].items())
     moved = any(not torch.equal(value, last[name]) for name, value in weights[0].items())
     iterations = [record["iteration"] for record in records]
-    return message, iterations, same, moved, sorted(path.name for path in Path(folder).iterdir())
+    return message, iterations, same, moved, sorted(path.name for path in Path(folder).iterdir()), started[-1]
 
 
 @pytest.mark.parametrize(("place", "log_interval"), [("loss", 100), ("gradient", 3), ("gradient", 1)])
 def test_nothing_after_a_nan_is_learned_saved_or_logged(gloo_pool, tmp_path, place, log_interval):
-    [(message, iterations, same, moved, files)] = gloo_pool.run(train_into_a_nan, 1, str(tmp_path), place, log_interval)
+    [found] = gloo_pool.run(train_into_a_nan, 1, str(tmp_path), place, log_interval)
+    message, iterations, same, moved, files, last = found
     words = {"loss": "lm loss is nan. The weights", "gradient": "the gradient norm is not finite though the loss is"}
     assert "iteration 3 (samples from 16 on)" in message and words[place] in message
     assert iterations == [1, 2] and same and moved
     assert not any(name.startswith("iter_") for name in files)
+    assert last == (4 if log_interval == 100 else 3), "what is logged is checked before, anything else one step later"
