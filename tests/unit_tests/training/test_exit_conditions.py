@@ -148,8 +148,10 @@ def test_reasons_their_order_and_words(changed, elapsed, received, kind, message
 
 @pytest.fixture
 def restored():
-    """The handlers of the test process after the test."""
+    """The handlers of the test process after the test; before it those of a program in the foreground (a shell starts
+    what runs in the background with Ctrl-C ignored)."""
     before = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -210,6 +212,7 @@ def test_a_run_that_saves_nothing_ends_with_the_code_of_the_signal():
 
 
 def interrupted_twice():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ExitConditions(flags(save="x", save_on_signal=True))
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(0.7)
