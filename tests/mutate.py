@@ -97,8 +97,9 @@ class Campaign:
         self.unreliable = set()
 
     def selected(self, mutant):
-        """Of the tests that execute the line: first those of the module's own test file, then one of each function
-        before a second one with other parameters; of the layout table rows from all its parts. Quickest first."""
+        """Choose among the tests that execute the line: first those of the module's own test file, then one of each
+        function before a second one with other parameters; of the layout table rows from all its parts. Quickest
+        first."""
         own, turns, order = f"test_{Path(mutant.path).stem}", Counter(), {}
         known = [each for each in self.coverage.tests_of(mutant) if each["test"] not in self.unreliable]
         for each in known:
@@ -164,7 +165,7 @@ class Campaign:
         return Result(mutant, outcome, test, seconds, num_tests)
 
     def failing_without_a_change(self, results):
-        """Of the tests that noticed something, those that fail on the unchanged tree under the same conditions."""
+        """Find the tests that noticed something and fail on the unchanged tree under the same conditions."""
         names = sorted({each.test for each in results if each.status == "caught"} & set(self.coverage.records))
         folder = Path(tempfile.mkdtemp(dir=self.trees[0].parent))
 

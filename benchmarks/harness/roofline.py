@@ -72,7 +72,7 @@ class Share:
 
     @property
     def tokens(self) -> int:
-        """Of one step, in the GEMMs of this rank."""
+        """Tokens of one step, in the GEMMs of this rank."""
         cfg = self.cfg
         return cfg.seq_length // cfg.context_parallel_size * cfg.micro_batch_size * self.microbatches
 
@@ -188,7 +188,7 @@ def optimizer_ranks(cfg: Config) -> int:
 
 
 def optimizer_bytes_per_parameter(cfg: Config) -> float:
-    """Of one Adam step with clipping."""
+    """Bytes that one Adam step with clipping moves."""
     gradient = 4 if cfg.accumulate_allreduce_grads_in_fp32 or not (cfg.bf16 or cfg.fp16) else 2
     moments = [BYTES[cfg.exp_avg_dtype], BYTES[cfg.exp_avg_sq_dtype]] if cfg.use_precision_aware_optimizer else [4, 4]
     if cfg.optimizer != "adam":

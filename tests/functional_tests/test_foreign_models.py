@@ -14,7 +14,7 @@ from tests.test_utils.foreign_models import LENGTH, MODELS, VOCAB, build, flags_
 pytest.importorskip("transformers", reason="pip install transformers: it is what the models are compared with")
 
 TOLERANCE = 1e-5
-"""Of the largest entry of a tensor: two orders of float32 operations."""
+"""Relative to the largest entry of a tensor: two orders of float32 operations."""
 
 
 def our_model(model):

@@ -91,7 +91,7 @@ class Model:
         self.c, self.weights, self.batch, self.training = c, weights, batch, training
 
     def losses(self) -> Tensor:
-        """Of every token [b, s]."""
+        """Loss of every token [b, s]."""
         c, w, batch = self.c, self.weights, self.batch
         x = w["embedding.word_embeddings.weight"][torch.from_numpy(batch.tokens)]
         if c.position_embedding_type == "learned_absolute":
@@ -124,7 +124,7 @@ class Model:
         return y + self.weights[f"{name}.bias"] if f"{name}.bias" in self.weights else y
 
     def dropout(self, x: Tensor, *site: str | int) -> Tensor:
-        """Of [b, s, h], or of attention weights [b, a, q, k]."""
+        """Drops entries of [b, s, h], or of attention weights [b, a, q, k]."""
         is_attention = x.dim() == 4
         rate = self.c.attention_dropout if is_attention else self.c.hidden_dropout
         if not self.training or not rate:

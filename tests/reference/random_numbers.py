@@ -46,7 +46,7 @@ def uniform(key: int, count: int):
 
 
 def normal(key: int, count: int):
-    """Of words (2 i, 2 i + 1): radius sqrt(-2 log u) from the first, angle from the second.
+    """Pairs from words (2 i, 2 i + 1): radius sqrt(-2 log u) from the first, angle from the second.
 
     The 30 low bits of the second are an angle t in (-pi/4, pi/4); bit 30 exchanges cosine and sine, bit 31 turns by pi.
     """

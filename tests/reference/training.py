@@ -50,7 +50,7 @@ def lowered(c: Settings, size: int) -> int:
 
 
 def batch_size(c: Settings, consumed: int) -> int:
-    """Of the iteration that begins after ``consumed`` samples."""
+    """Size of the iteration that begins after ``consumed`` samples."""
     size = final_batch_size(c)
     if c.step_batch_size_schedule:
         size = [step for tokens, step in steps_of(c) if consumed * c.seq_length >= tokens][-1]

@@ -339,6 +339,13 @@ class Cases:
                 pids = [pid for pid in pids if not os.waitpid(pid, os.WNOHANG)[0]]
         return self._summarize(time.monotonic() - began)
 
+    def run_on_data(self, case):
+        """:meth:`run`, with everything imported and a data set in the folder ``data``."""
+        import_everything()
+        (self.folder / "data").mkdir(exist_ok=True)
+        write_dataset(self.folder / "data" / "data")
+        return self.run(case)
+
     def _work(self, worker, case, numbers, finish, began):
         """Every n-th case, for n workers; never returns."""
         Cases.worker = worker

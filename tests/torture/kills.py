@@ -324,11 +324,7 @@ def case(number, random, folder, tally):
 
 
 def main():
-    cases = Cases(__doc__, count=1000)
-    common.import_everything()
-    (cases.folder / "data").mkdir(exist_ok=True)
-    common.write_dataset(cases.folder / "data" / "data")
-    return cases.run(case)
+    return Cases(__doc__, count=1000).run_on_data(case)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ RETIRED: dict[str, Retired] = {
         "--output-dir": "--save",
         "--resume-from-checkpoint": "--load",
         "--gradient-checkpointing": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--model-name-or-path": "the model's sizes are flags; tools convert weights",
+        "--model-name-or-path": "the model's sizes are flags, and weights of other programs cannot be loaded yet",
         "--max-seq-length": "--seq-length",
     }),
     **_of("nanoGPT", {

@@ -66,7 +66,7 @@ class Run:
     records: list = dataclasses.field(default_factory=list)
     """Those of ``metrics.jsonl``."""
     timings: list = dataclasses.field(default_factory=list)
-    """Of ``timing.jsonl``."""
+    """Records of ``timing.jsonl``."""
     files: list = dataclasses.field(default_factory=list)
     called: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     """Calls of the functions that a row asked to be counted."""
