@@ -152,8 +152,8 @@ def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) 
         absent = [branch for branch in branches if not any(each.name in built for each in branch.params)]
         if len(absent) < len(branches):  # else the whole layer is missing, which is said already
             yield from (f"the {branch.name} branch of layer {index + 1} is on no rank" for branch in absent)
-        for each in absent:
-            described = {name: shape for name, shape in described.items() if name not in {p.name for p in each.params}}
+        for param in (param for branch in absent for param in branch.params):
+            described.pop(param.name, None)
     for name, shape in described.items():
         if name not in built:
             yield f"{name} is on no rank"

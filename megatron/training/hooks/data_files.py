@@ -8,7 +8,6 @@ checkpoint is written of weights that may have learned from such zeros.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.training.exit_conditions import every
 from megatron.training.hooks.base import Hook
+from megatron.training.launcher import local_rank
 from megatron.training.metrics import StepMetrics
 from megatron.training.train_state import TrainState
 
@@ -72,4 +72,4 @@ class DataFilesHook(Hook):
 def data_file_hooks(datasets: Iterable[Any], log_interval: int) -> list[Hook]:
     """The hook, on one rank of each host: the others see the same files."""
     hook = DataFilesHook(datasets, log_interval)
-    return [hook] if hook.files and int(os.environ.get("LOCAL_RANK", "0")) == 0 else []
+    return [hook] if hook.files and local_rank() == 0 else []
