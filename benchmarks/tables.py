@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from benchmarks/results/*.json: ``python benchmarks/tables.py [--check]``.
+"""Writes the tables of docs/guides/performance.md from benchmarks/results: ``python benchmarks/tables.py [--check]``.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is written by hand.
 Only what was measured appears, with its command, device and versions. ``--check`` compares and exits with 1 where the
@@ -25,7 +25,7 @@ from megatron.core.models.gpt_description import describe_run  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.resolve import resolve  # noqa: E402
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "docs" / "guides" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "Not measured yet.\n"
@@ -204,7 +204,7 @@ def page(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:
-            raise ValueError(f"docs/performance.md: no table {match['name']!r}; there are {', '.join(TABLES)}")
+            raise ValueError(f"docs/guides/performance.md: no table {match['name']!r}; there are {', '.join(TABLES)}")
         return f"{match[1]}\n{TABLES[match['name']]()}\n{match[3]}"
 
     return TABLE.sub(fill, text)
@@ -216,7 +216,7 @@ def main(argv: list[str]) -> int:
     text = page(current)
     if "--check" in argv:
         if current != text:
-            print("docs/performance.md is out of date: run python benchmarks/tables.py")
+            print("docs/guides/performance.md is out of date: run python benchmarks/tables.py")
         return int(current != text)
     PAGE.write_text(text, encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")

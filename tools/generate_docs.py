@@ -1,4 +1,4 @@
-"""Writes docs/flags.md from the settings' dataclasses: ``python tools/generate_docs.py [--check]``.
+"""Writes docs/reference/flags.md from the settings' dataclasses: ``python tools/generate_docs.py [--check]``.
 
 The page lists every flag with its type, default, availability and help text, and the retired spellings. ``--check``
 only compares and exits with 1 when the page is out of date.
@@ -18,7 +18,7 @@ from megatron.training.arguments import flag_specs  # noqa: E402
 from megatron.training.config.availability import status  # noqa: E402
 from megatron.training.config.retired import RETIRED  # noqa: E402
 
-PAGE = ROOT / "docs" / "flags.md"
+PAGE = ROOT / "docs" / "reference" / "flags.md"
 
 INTRODUCTION = """# Flags
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     if "--check" in argv:
         current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
         if current != text:
-            print("docs/flags.md is out of date: run python tools/generate_docs.py")
+            print("docs/reference/flags.md is out of date: run python tools/generate_docs.py")
             return 1
         return 0
     PAGE.parent.mkdir(exist_ok=True)

@@ -2,7 +2,8 @@
 shuffle that orders them.
 
 The arithmetic runs in C++ (``helpers.cpp``) where the extension was built, else in numpy; both return the same bytes,
-so a cache written by one is read by the other. The rules are those of Megatron-LM (docs/data_format.md states them).
+so a cache written by one is read by the other. The rules are those of Megatron-LM
+(docs/reference/data_format.md).
 """
 
 import logging

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = (
     "Both - and _ are accepted inside names, --name=value too; names are not abbreviated. Values in brackets are "
-    "defaults. docs/flags.md says which flags are available."
+    "defaults. docs/reference/flags.md says which flags are available."
 )
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
@@ -147,7 +147,7 @@ def log_arguments(cfg: PretrainConfig) -> None:
     everything = logger.isEnabledFor(logging.DEBUG)
     logger.info("%s", format_arguments(cfg, everything))
     if not everything:
-        logger.info("all other settings have their defaults (docs/flags.md; --logging-level 10 lists them here)")
+        logger.info("all other settings have their defaults (docs/reference/flags.md; --logging-level 10 lists them)")
 
 
 def format_arguments(cfg: PretrainConfig, everything: bool = True) -> str:

@@ -1,6 +1,6 @@
 """A rank that raises, dies, hangs, is stopped or never arrives ends the run: soon, with its name and reason first.
 
-All runs of this file are started together at its first test, and mostly wait. ``docs/failures.md`` is the table of
+All runs of this file are started together at its first test, and mostly wait. docs/guides/failures.md is the table of
 what is seen here.
 """
 

@@ -1,4 +1,4 @@
-"""From documents to samples, as Megatron-LM's GPT data sets define it (docs/data_format.md, "The order of samples").
+"""From documents to samples, as Megatron-LM's GPT data sets define it (docs/reference/data_format.md).
 
 A corpus is a list of documents, arrays of token ids. Splits take them in file order; a data set lays shuffled epochs
 end to end and cuts every s tokens; blends draw from several data sets.

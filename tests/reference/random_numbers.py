@@ -1,4 +1,4 @@
-"""Random numbers as functions of a key and an index (docs/random_numbers.md): initial values and dropout masks.
+"""Random numbers of a key and an index: initial values and dropout masks (docs/developers/random_numbers.md).
 
 Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3. Box and Muller, "A
 note on the generation of random normal deviates" (1958). In uint64 of numpy: products of two 32-bit words never

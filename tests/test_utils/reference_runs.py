@@ -30,7 +30,7 @@ def corpora():
 
 
 def write(prefix: Path, documents) -> None:
-    """The pair of files of a corpus, as docs/data_format.md lays them out: uint16 tokens, one sequence per document."""
+    """The pair of files of a corpus (docs/reference/data_format.md): uint16 tokens, one sequence per document."""
     lengths = np.array([len(document) for document in documents])
     offsets = 2 * (np.cumsum(lengths) - lengths)
     Path(f"{prefix}.bin").write_bytes(np.concatenate(documents).astype("<u2").tobytes())

@@ -7,7 +7,7 @@ end. Verdicts:
 * noticed: it refuses, in a message that names the file, without a traceback
 * noticed, went on: a line about the file (rebuilt, fell back), and results equal to the last bit
 * harmless: not a word, results equal to the last bit
-* token changed: another token in the .bin, which holds no checksum: counted apart (``docs/failures.md``)
+* token changed: another token in the .bin, which holds no checksum: counted apart (``docs/guides/failures.md``)
 * a silent difference, a traceback, a message without the file, or a hang is a failure
 """
 

@@ -1,4 +1,4 @@
-"""The layers and the budgets of docs/architecture.md, walked over the syntax trees of every file."""
+"""The layers and the budgets of docs/developers/architecture.md, walked over the syntax trees of every file."""
 
 import ast
 import io
@@ -135,7 +135,7 @@ def imported_modules(path, tree):
 def test_imports_go_strictly_downwards(path):
     module = module_name(path)
     home = prefix_of(module)
-    assert home is not None, f"{module} has no layer: add it to LAYERS and to docs/architecture.md"
+    assert home is not None, f"{module} has no layer: add it to LAYERS and to docs/developers/architecture.md"
     is_init = path.name == "__init__.py"
     for imported, line in imported_modules(path, tree_of(path)):
         target = prefix_of(imported)

@@ -1,7 +1,7 @@
 """Spellings that command lines in circulation still use: from older releases, from forks, from guides.
 
 Each is rewritten into today's flags, accepted with a notice because there is nothing left to choose, or refused with
-the flag to use instead. The table is also printed in docs/flags.md.
+the flag to use instead. The table is also printed in docs/reference/flags.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The lines that people watch and scripts parse, on the standard output of the last rank.
 
-Their grammar is fixed (docs/logging.md): fields, formats and order are those of Megatron-LM, so that existing parsers
+Their grammar is fixed (docs/reference/logging.md): fields, formats and order are those of Megatron-LM, so that parsers
 keep working. What Megatron-LM does not print (tokens per second, MFU, the time remaining) has a line of its own,
 never a new field.
 """

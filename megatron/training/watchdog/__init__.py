@@ -3,8 +3,8 @@
 A rank fails when it raises, when its process is gone (seen at once on the same host), when its heartbeat stops, or when
 its main thread makes no progress. The first failure is written once, by the first rank to see it, into the run's store;
 every other rank then writes the failing rank and its reason, then its own stacks, to stderr and
-``<save>/stacks/rank-N.txt``, and leaves with exit code 1. docs/failures.md lists what is detected, how fast, and what
-is written where.
+``<save>/stacks/rank-N.txt``, and leaves with exit code 1. docs/guides/failures.md says how fast it is seen,
+and what is written where.
 
     progress     what the main thread is doing, and how long it may be silent
     board        what the ranks tell each other: heartbeats, the first failure, answers to "where are you?"

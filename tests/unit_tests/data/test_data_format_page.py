@@ -1,4 +1,4 @@
-"""What docs/data_format.md shows runs as it stands there."""
+"""What docs/reference/data_format.md shows runs as it stands there."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_page_runs(tmp_path):
-    text = (ROOT / "docs" / "data_format.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "reference" / "data_format.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(python|bash)\n(.*?)```", text, flags=re.DOTALL)
     assert [language for language, _ in blocks] == ["python", "bash"]
     (tmp_path / "parts").mkdir()

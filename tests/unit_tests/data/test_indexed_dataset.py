@@ -41,7 +41,7 @@ def write(prefix, documents=DOCUMENTS, dtype=np.uint16):
 
 
 def test_bytes_are_the_published_layout(tmp_path):
-    """Assembled by hand from the layout of docs/data_format.md."""
+    """Assembled by hand from the layout of docs/reference/data_format.md."""
     prefix = write(tmp_path / "data")
     expected = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 4, 5)
     expected += struct.pack("<4i", 3, 0, 1, 4) + struct.pack("<4q", 0, 6, 6, 8) + struct.pack("<5q", 0, 1, 2, 3, 4)

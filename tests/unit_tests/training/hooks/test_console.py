@@ -98,7 +98,7 @@ def test_a_parser_that_splits_at_bars_gets_every_field():
 
 
 def documented_expression():
-    page = (Path(__file__).parents[4] / "docs" / "logging.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "logging.md").read_text()
     assert GOLDEN in page
     return re.compile(page.split("```regex\n")[1].split("```")[0], re.VERBOSE)
 

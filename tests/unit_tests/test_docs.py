@@ -1,0 +1,100 @@
+"""Links, files and flags that the pages name exist. Their commands: tests/functional_tests/test_docs_commands.py."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.core.cli import flags_of, normalize
+from megatron.core.datasets.preprocessing.settings import PreprocessConfig
+from megatron.training.arguments import flag_specs
+from megatron.training.config.retired import RETIRED
+
+ROOT = Path(__file__).resolve().parents[2]
+ELSEWHERE = {".git", ".venv", "build", "quickstart_run", ".pytest_cache"}
+PAGES = sorted(page for page in ROOT.rglob("*.md") if not ELSEWHERE & set(page.relative_to(ROOT).parts))
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
+OF_OTHERS = {"--nproc-per-node", "--standalone", "--max-restarts", "--rdzv-conf", "--help", "--no-build-isolation",
+             "--inplace"}  # fmt: skip
+"""Flags of torchrun, pip and setup.py."""
+
+
+def anchors_of(text):
+    """The headings of a page as links name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def dead_links(page):
+    """Targets in ``page`` that are no file of the repository, or no heading of it."""
+    dead = []
+    for match in LINK.finditer(CODE.sub("", page.read_text(encoding="utf-8"))):
+        target, _, anchor = match["target"].partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file = page.parent / target if target else page
+        if not file.exists() or (anchor and anchor not in anchors_of(file.read_text(encoding="utf-8"))):
+            dead.append(match["target"])
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page):
+    assert dead_links(page) == []
+
+
+def test_a_dead_link_is_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A title, `code`\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](other.md) [b](other.md#a-title-code) [c](no.md) [d](other.md#no) `[e](f.md)` [g](https://h.i)")
+    assert dead_links(page) == ["no.md", "other.md#no"]
+
+
+def test_every_page_is_reached_from_the_readme():
+    seen, new = set(), {ROOT / "README.md"}
+    while new:
+        page = new.pop()
+        seen.add(page)
+        text = page.read_text(encoding="utf-8")
+        targets = {(page.parent / match["target"].partition("#")[0]).resolve() for match in LINK.finditer(text)}
+        new |= {target for target in targets if target.suffix == ".md" and target.is_file()} - seen
+    assert [name for name, page in zip(NAMES, PAGES, strict=True) if page not in seen] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_pages_speak_of_the_program_alone(page):
+    """No numbers of issues, no home folders of a developer's machine."""
+    assert re.findall(r"(?i)\bissues? #?\d+|/(?:root|home)/\S*", page.read_text(encoding="utf-8")) == []
+
+
+@pytest.fixture(scope="module")
+def known_flags():
+    folders = ("tools", "benchmarks", "examples", "tests")
+    programs = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    specs = (*flag_specs(), *flags_of(PreprocessConfig))
+    known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")} | set(RETIRED) | OF_OTHERS
+    return known | {normalize(flag) for file in programs for flag in re.findall(r"--[a-z][\w-]+", file.read_text())}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_flags_exist(page, known_flags):
+    if page.name == "flags.md":
+        pytest.skip("generated; it also lists what does not exist")
+    flags = re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w*{…-])", page.read_text(encoding="utf-8"))
+    assert sorted({normalize(flag) for flag in flags} - known_flags) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_programs_exist(page):
+    named = re.findall(r"\b(?:tools|examples|benchmarks|megatron|tests)/[\w/]+\.py\b", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_pages_that_the_code_names_exist():
+    for path in ROOT.rglob("*.*"):
+        if path.suffix not in (".py", ".sh", ".toml", ".md") or ELSEWHERE & set(path.relative_to(ROOT).parts):
+            continue
+        named = re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
+        assert [page for page in named if not (ROOT / page).is_file()] == [], path
