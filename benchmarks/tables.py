@@ -1,8 +1,8 @@
-"""Writes the tables of docs/guides/performance.md from benchmarks/results: ``python benchmarks/tables.py [--check]``.
+"""Writes the tables of measured figures from benchmarks/results/*.json: ``python benchmarks/tables.py [--check]``.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is written by hand.
-Only what was measured appears, with its command, device and versions. ``--check`` compares and exits with 1 where the
-page is out of date.
+All tables are in benchmarks/results/README.md, the short ones in docs/guides/performance.md. A table stands between
+``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is written by hand. ``--check`` compares, and
+exits with 1 where a page is out of date.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megatron.core.models.gpt_description import describe_run  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.resolve import resolve  # noqa: E402
 
-PAGE = ROOT / "docs" / "guides" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (RESULTS / "README.md", ROOT / "docs" / "guides" / "performance.md")
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "Not measured yet.\n"
 VERSIONS = ("torch", "cuda", "cudnn", "triton", "nccl", "transformer_engine", "python", "commit")
@@ -98,6 +98,30 @@ def training(file: str) -> str:
         record = json.loads(text)
         notes.append(f"[{number}] {versions(record)}" + (f"; {record['note']}" if record.get("note") else ""))
     return "\n".join([table(header, rows), *notes, *(["", "Not valid:", *spoiled] if spoiled else []), ""])
+
+
+def speed() -> str:
+    """The speed table in short: valid rows that ``bench_training.py`` takes by name."""
+    rows = [
+        (f"`{name}`", what(ROWS[row_of(name)], name), f"{row['tflops_per_gpu']:.0f}", row["tokens_per_second_per_gpu"],
+         row["seconds_per_iteration"], row["peak_memory_gb"] and f"{row['peak_memory_gb']:.0f}")
+        for name, row in stored("training").get("rows", {}).items()
+        if " " not in name and row.get("tflops_per_gpu") and not row.get("invalid") and "error" not in row
+    ]  # fmt: skip
+    return table(("row", "run", "TFLOP/s per GPU", "tokens/s per GPU", "s per step", "peak GB"), rows)
+
+
+def side_by_side() -> str:
+    """Megatron-LM and this project on the same GPUs."""
+    content = stored("side_by_side")
+    rows = []
+    for name, row in content.get("rows", {}).items():
+        ours, theirs = row["ours"], row["theirs"]
+        memory = " / ".join(f"{row[side]} GB" for side in ("theirs_gb", "ours_gb") if side in row)
+        rows.append((name, row["shape"], f"{theirs:.0f}", f"**{ours:.0f}**", f"{ours / theirs - 1:+.0%}", memory))
+    header = ("bf16, TFLOP/s per GPU", "shape", "Megatron-LM", "this project", "faster", "peak memory")
+    record = content.get("environment", {})
+    return table(header, rows) + (f"\n{versions(record)}. {record['note']}.\n" if rows else "")
 
 
 def profiles() -> str:
@@ -191,7 +215,7 @@ def plain(name: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "training": partial(training, "training"),
+    "side-by-side": side_by_side, "speed": speed, "training": partial(training, "training"),
     "training-before-kernels": partial(training, "training_before_kernels"),
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
@@ -200,27 +224,29 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def page(text: str) -> str:
-    """The page with every table as the results say; ``ValueError`` names a table that does not exist."""
+    """A page with every table as the results say; ``ValueError`` names a table that does not exist."""
 
     def fill(match: re.Match[str]) -> str:
         if match["name"] not in TABLES:
-            raise ValueError(f"docs/guides/performance.md: no table {match['name']!r}; there are {', '.join(TABLES)}")
+            raise ValueError(f"no table {match['name']!r}; there are {', '.join(TABLES)}")
         return f"{match[1]}\n{TABLES[match['name']]()}\n{match[3]}"
 
     return TABLE.sub(fill, text)
 
 
 def main(argv: list[str]) -> int:
-    """Write the page, or compare it."""
-    current = PAGE.read_text(encoding="utf-8")
-    text = page(current)
-    if "--check" in argv:
-        if current != text:
-            print("docs/guides/performance.md is out of date: run python benchmarks/tables.py")
-        return int(current != text)
-    PAGE.write_text(text, encoding="utf-8")
-    print(f"wrote {PAGE.relative_to(ROOT)}")
-    return 0
+    """Write the pages, or compare them."""
+    outdated = 0
+    for path in PAGES:
+        current = path.read_text(encoding="utf-8")
+        text, name = page(current), path.relative_to(ROOT)
+        if "--check" not in argv:
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {name}")
+        elif current != text:
+            print(f"{name} is out of date: run python benchmarks/tables.py")
+            outdated = 1
+    return outdated
 
 
 if __name__ == "__main__":

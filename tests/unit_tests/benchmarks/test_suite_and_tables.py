@@ -109,9 +109,22 @@ def test_clocks_are_those_of_a_busy_gpu():
     assert environment.output_of(sys.executable, "-c", "raise SystemExit(1)") is None
 
 
-def test_the_page_is_up_to_date():
-    text = tables.PAGE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_the_pages_are_up_to_date(page):
+    text = page.read_text(encoding="utf-8")
     assert tables.page(text) == text, "run python benchmarks/tables.py"
+
+
+def test_the_readme_shows_what_was_measured_beside_megatron_lm():
+    text = (tables.ROOT / "README.md").read_text(encoding="utf-8")
+    rows = list(tables.stored("side_by_side")["rows"].values())
+    one, *two, _, graphs = rows
+    for line in (
+        f"| {one['theirs']:.0f} TFLOP/s, {one['theirs_gb']} GB | **{one['ours']:.0f} TFLOP/s, {one['ours_gb']} GB** |",
+        " | ".join(" / ".join(f"{row[side]:.0f}" for row in two) for side in ("theirs", "ours")).replace("| ", "| **"),
+        f"| {graphs['theirs']:.0f} TFLOP/s | **{graphs['ours']:.0f} TFLOP/s** |",
+    ):
+        assert line in text, line
 
 
 def test_tables_show_every_kind_of_result(tmp_path, monkeypatch):
