@@ -69,35 +69,23 @@ def details(result: dict[str, Any]) -> str:
 
 
 def merge(path: Path, name: str, result: dict[str, Any]) -> None:
-    """Adds a row to a file of results, in the order of the table. One of another device stands beside the first; jobs
-    of the same commit are added to those that there are, once, and those of another commit are replaced, but for their
-    profile where the new ones have none."""
-    content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": {}}
+    """Stores a row in a file of results, in the order of the table, in place of an earlier one of the same device.
+
+    Another device's row stands beside it. A profile outlives a measurement without one, with the commit it is of.
+    """
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else {}
     device = result["environment"]["device"]
-    before = content["rows"].get(name)
-    if before is not None and before["environment"]["device"] != device:
+    if name in rows and rows[name]["environment"]["device"] != device:
         name = f"{name} on {device}"
-        before = content["rows"].get(name)
-    if before is not None and _same_code(before, result):
-        known = {*result["job_seconds"]} <= {*before["job_seconds"]}
-        result = before if known else jobs.join(before, result)
-    elif before is not None and before.get("profile") and not result.get("profile"):
-        profiled_at = before.get("profiled_at") or before["environment"].get("commit")
-        result = {**result, **{key: before[key] for key in jobs.PROFILE if key in before}, "profiled_at": profiled_at}
-    content["rows"][name] = result
+    before = rows.get(name, {})
+    if before.get("profile") and not result.get("profile"):
+        kept = {key: before[key] for key in jobs.PROFILE if key in before}
+        result = {**result, **kept, "profiled_at": before.get("profiled_at") or before["environment"].get("commit")}
+    rows[name] = result
     order = {row: position for position, row in enumerate(ROWS)}
-    names = sorted(content["rows"], key=lambda each: (order[row_of(each)], each))
-    content["rows"] = {each: content["rows"][each] for each in names}
+    content = {"rows": dict(sorted(rows.items(), key=lambda item: (order[row_of(item[0])], item[0])))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def _same_code(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether these are good jobs of the same commit."""
-    commits = {each["environment"].get("commit") for each in (one, other)}
-    clean = not any(each["environment"].get("uncommitted_changes") for each in (one, other))
-    good = all(each.get("repeats") and "error" not in each for each in (one, other))
-    return len(commits) == 1 and clean and good
 
 
 def name_of(row: str, extra: list[str]) -> str:

@@ -1,16 +1,14 @@
-"""Everything that needs a GPU, in order of importance, within a budget of time: one command, results written at once.
+"""Measures everything that needs a GPU, the most important first, within a budget of seconds; results at once.
 
-    python benchmarks/gpu_suite.py --budget 570                   # what fits into 570 s, most important first
+    python benchmarks/gpu_suite.py --budget 1700                  # what this machine has the GPUs and the time for
     python benchmarks/gpu_suite.py --only tests row:one row:one+te --budget 570
-    python benchmarks/gpu_suite.py --skip tests --budget 570      # in the same folder: what is done is not done again
-    python benchmarks/gpu_suite.py --done EARLIER --budget 570    # nor what ended well in the folder of an earlier call
-    python benchmarks/gpu_suite.py --min-gpus 4 --budget 570      # on four GPUs: only what needs them
+    python benchmarks/gpu_suite.py --min-gpus 4 --budget 570      # only what needs four GPUs
     python benchmarks/gpu_suite.py --list
     python benchmarks/gpu_suite.py --take FOLDER ...              # later: results into benchmarks/results/, tables anew
 
 Results go to the folder $OUT, or --out: one JSON file per kind and suite.json, which says of every item how long it
 took, how it ended and what it printed last. An item is started only if its estimate still fits; one that runs longer is
-stopped at its own limit or at the end of the budget. An item that ended well is skipped the next time unless --again.
+stopped at its own limit or at the end of the budget. The same call again goes on: what ended well is not run again.
 """
 
 from __future__ import annotations
@@ -69,14 +67,6 @@ def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
     return Item((f"benchmarks/bench_{name}.py", *flags, "--output", f"{{out}}/{name}.json"), seconds, gpus)
 
 
-ROW_ORDER = (
-    "one", "one-s4096", "one-8b", "gpt-345m", "gpt-345m+cuda-graph", "one+te", "one+no-fusions", "one+ce-chunks",
-    "one+precision-aware", "one+recompute-norms", "one+cudnn", "one+deterministic", "dp4", "tp4-sp-overlap",
-    "tp4-sp-overlap+four-sequences", "pp4-zero-bubble", "pp4-zero-bubble-h2", "cp4-s32768+a2a", "cp4-s32768",
-    "tp4-sp", "cp4-s131072", "pp4", "pp4-vpp", "dp4-no-overlap", "dp2-tp2", "dp2-pp2", "tp2-pp2",
-)  # fmt: skip
-
-
 def items(repeats: int) -> dict[str, Item]:
     """By name, the most important first."""
     tests = ("-m", "pytest", "-m", "gpu", "-q", "--maxfail=20", "-p", "no:cacheprovider", "tests")
@@ -89,7 +79,7 @@ def items(repeats: int) -> dict[str, Item]:
         "optimizer": bench_item("optimizer", 45),
         "products": bench_item("products", 170),
         "loss_curves": Item(("benchmarks/loss_curves.py", "--output", "{out}/loss_curves.json"), 110),
-        **{f"row:{name}": row_item(name, repeats) for name in ROW_ORDER},
+        **{f"row:{name}": row_item(name, repeats) for name in ROWS},
         "context_parallel": bench_item("context_parallel", 60, gpus=4),
         "copy_engines": Item((*COPY_ENGINES, "--output", "{out}/copy_engines.json"), 25, gpus=4),
     }
@@ -136,7 +126,7 @@ def device_count() -> int:
     return sum(line.startswith("GPU ") for line in text.splitlines())
 
 
-def suite(plan: dict[str, Item], out: Path, budget: float, devices: int, again: bool = False) -> dict[str, Any]:
+def suite(plan: dict[str, Item], out: Path, budget: float, devices: int) -> dict[str, Any]:
     """Runs what fits; suite.json is up to date after every item."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "suite.json"
@@ -144,7 +134,7 @@ def suite(plan: dict[str, Item], out: Path, budget: float, devices: int, again: 
     end = time.monotonic() + budget - KEPT_MARGIN
     for name, item in plan.items():
         left = end - time.monotonic()
-        if done.get(name, {}).get("ended") == "ok" and not again:
+        if done.get(name, {}).get("ended") == "ok":
             print(f"{name}: done before", flush=True)
             continue
         if item.gpus > devices:
@@ -192,23 +182,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=570, help="seconds for all of it")
     parser.add_argument("--only", nargs="+", metavar="ITEM", help="these, in this order")
-    parser.add_argument("--skip", nargs="+", metavar="ITEM", default=[])
     parser.add_argument("--min-gpus", type=int, default=1, help="only what needs at least so many")
     parser.add_argument("--repeats", type=int, default=2, help="fresh jobs per row")
-    parser.add_argument("--again", action="store_true", help="also what ended well before")
     parser.add_argument("--list", action="store_true", help="items with their estimates")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu_results")))
-    parser.add_argument("--done", type=Path, metavar="FOLDER", help="results of an earlier call, not to be repeated")
     parser.add_argument("--take", type=Path, nargs="+", metavar="FOLDER", help="put results into benchmarks/results/")
     args = parser.parse_args()
     if args.take:
         print("\n".join(name for folder in args.take for name in take(folder)))
         return subprocess.call([sys.executable, str(ROOT / "benchmarks" / "tables.py")])
     plan = chosen(args.only, args.repeats) if args.only else items(args.repeats)
-    plan = {name: item for name, item in plan.items() if name not in args.skip and item.gpus >= args.min_gpus}
-    if args.done:
-        earlier = json.loads((args.done / "suite.json").read_text(encoding="utf-8"))
-        plan = {name: item for name, item in plan.items() if earlier.get(name, {}).get("ended") != "ok"}
+    plan = {name: item for name, item in plan.items() if item.gpus >= args.min_gpus}
     if args.list:
         print("\n".join(f"{name:<28}{item.gpus} GPUs {item.seconds:5d} s" for name, item in plan.items()))
         print(f"rows take +variants: {', '.join(VARIANTS)}; rows: {', '.join(ROWS)}")

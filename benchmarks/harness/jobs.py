@@ -221,21 +221,6 @@ def measure(name: str, settings: Settings) -> dict[str, Any]:
     return combine(jobs)
 
 
-def join(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Results of one row from two calls as one: the jobs of both count, the profile is the latest there is."""
-    count = one["repeats"] + other["repeats"]
-    result = {**one, **other, "repeats": count, "invalid": one["invalid"] or other["invalid"]}
-    for key in MEDIANS:
-        if one[key] is not None and other[key] is not None:
-            result[key] = (one[key] * one["repeats"] + other[key] * other["repeats"]) / count
-    for key in ("tflops_of_each_repeat", "job_seconds"):
-        result[key] = one[key] + other[key]
-    result["spread_within_a_job"] = max(one["spread_within_a_job"], other["spread_within_a_job"])
-    if "profile" in other:
-        result.pop("profiled_at", None)
-    return result
-
-
 def combine(jobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One result of several jobs; an error or an unhealthy job is the row's."""
     good = [job for job in jobs if "error" not in job]

@@ -1,4 +1,4 @@
-"""The program that spends a budget of GPU time, the comparison of loss curves, and the page made from results."""
+"""The suite of GPU measurements, the comparison of loss curves, and the page made from results."""
 
 import json
 import math
@@ -54,28 +54,19 @@ def test_rows_are_merged_in_the_order_of_the_table(tmp_path):
     assert "failed: died" in bench_training.line("one", {"error": "died"})
 
 
-def test_jobs_of_the_same_code_are_added_and_those_of_older_code_replaced(tmp_path):
+def test_a_newer_measurement_replaces_a_row_and_keeps_a_profile_until_there_is_another(tmp_path):
     path = tmp_path / "training.json"
 
-    def row(tflops, seconds, commit="a", **more):
-        medians = {"seconds_per_iteration": 1.0, "tokens_per_second_per_gpu": 2.0, "peak_memory_gb": None}
-        return {
-            "environment": {"device": "H", "commit": commit}, "repeats": 1, "tflops_per_gpu": tflops, "invalid": None,
-            "tflops_of_each_repeat": [tflops], "job_seconds": [seconds], "spread_within_a_job": 0.0, **medians, **more,
-        }  # fmt: skip
+    def stored(tflops, commit, **profile):
+        record = {"device": "H", "commit": commit}
+        bench_training.merge(path, "one", {"tflops_per_gpu": tflops, "environment": record, **profile})
+        row = json.loads(path.read_text())["rows"]["one"]
+        return row["tflops_per_gpu"], row.get("profile"), row.get("profiled_at")
 
-    for result in (row(1.0, 10.0, "old"), row(4.0, 11.0, profile={"x": 1}), row(6.0, 12.0), row(6.0, 12.0)):
-        bench_training.merge(path, "one", result)
-    joined = json.loads(path.read_text())["rows"]["one"]
-    assert joined["repeats"] == 2 and joined["tflops_per_gpu"] == 5.0 and joined["tflops_of_each_repeat"] == [4.0, 6.0]
-    assert joined["profile"] == {"x": 1} and joined["peak_memory_gb"] is None and "profiled_at" not in joined
-    for commit in ("b", "c"):
-        bench_training.merge(path, "one", row(7.0, 13.0, commit))
-    newest = json.loads(path.read_text())["rows"]["one"]
-    assert (newest["repeats"], newest["profile"], newest["profiled_at"]) == (1, {"x": 1}, "a")
-    bench_training.merge(path, "one", row(7.0, 14.0, "c", profile={"x": 2}))
-    newest = json.loads(path.read_text())["rows"]["one"]
-    assert (newest["repeats"], newest["profile"]) == (2, {"x": 2}) and "profiled_at" not in newest
+    assert stored(1.0, "a") == (1.0, None, None)
+    assert stored(2.0, "b", profile={"x": 1}) == (2.0, {"x": 1}, None)
+    assert stored(3.0, "c") == stored(3.0, "d") == (3.0, {"x": 1}, "b")
+    assert stored(4.0, "e", profile={"x": 2}) == (4.0, {"x": 2}, None)
 
 
 def curve(losses, tokens="a"):
