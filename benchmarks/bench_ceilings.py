@@ -3,7 +3,7 @@
     python benchmarks/bench_ceilings.py            # about 40 s on an H200; rewrites benchmarks/harness/ceilings.json
     python benchmarks/bench_ceilings.py --smoke    # tiny, on a CPU; writes nothing
 
-Matrix products by shape (forward, input gradient, and weight gradient added to an fp32 buffer), attention forward and
+GEMMs by shape (forward, input gradient, and weight gradient added to an fp32 buffer), attention forward and
 backward by length, the copy bandwidth. Random data, medians of CUDA events, every input set larger than the caches.
 Bandwidths of collectives are kept from the file: they need several GPUs.
 """
@@ -49,8 +49,8 @@ def shapes(smoke: bool) -> list[tuple[int, int]]:
     return sorted(found)
 
 
-def products(out: int, into: int, tokens: int, device: torch.device, repeats: int) -> dict[str, float]:
-    """TFLOP/s of the three products of a linear layer."""
+def gemms(out: int, into: int, tokens: int, device: torch.device, repeats: int) -> dict[str, float]:
+    """TFLOP/s of the three GEMMs of a linear layer."""
     x, dy = (torch.randn(tokens, size, device=device).bfloat16() for size in (into, out))
     weight = torch.randn(out, into, device=device).bfloat16()
     total = torch.zeros(out, into, device=device)
@@ -69,7 +69,7 @@ def products(out: int, into: int, tokens: int, device: torch.device, repeats: in
 
 
 def attention(length: int, heads: int, device: torch.device, repeats: int) -> tuple[float, float]:
-    """TFLOP/s of causal attention, (forward, forward and backward); two products forward, five backward."""
+    """TFLOP/s of causal attention, (forward, forward and backward); two GEMMs forward, five backward."""
     counts = (heads, heads // 4, heads // 4)
     query, key, value = (torch.randn(1, n, length, 128, device=device).bfloat16().requires_grad_() for n in counts)
     gradient = torch.randn(1, heads, length, 128, device=device).bfloat16()
@@ -78,12 +78,12 @@ def attention(length: int, heads: int, device: torch.device, repeats: int) -> tu
     def forward() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
-    product = 2.0 * heads * 128 * length**2 / 2
+    gemm = 2.0 * heads * 128 * length**2 / 2
     with sdpa_kernel(backends):
         with torch.no_grad():
             alone = seconds(forward, device, repeats)
         both = seconds(lambda: forward().backward(gradient), device, repeats)
-    return round(2 * product / alone / 1e12, 1), round(7 * product / both / 1e12, 1)
+    return round(2 * gemm / alone / 1e12, 1), round(7 * gemm / both / 1e12, 1)
 
 
 def copy_bandwidth(size: int, device: torch.device, repeats: int) -> float:
@@ -96,7 +96,7 @@ def copy_bandwidth(size: int, device: torch.device, repeats: int) -> float:
 def measured(device: torch.device, smoke: bool, repeats: int) -> dict[str, Any]:
     """The file's content, less what needs several GPUs."""
     tokens, lengths, heads, size = (64, (64, 128), 8, 1 << 20) if smoke else (TOKENS, LENGTHS, 32, 1 << 32)
-    by_shape = {f"{out}x{into}": products(out, into, tokens, device, repeats) for out, into in shapes(smoke)}
+    by_shape = {f"{out}x{into}": gemms(out, into, tokens, device, repeats) for out, into in shapes(smoke)}
     ranges = {}
     for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD):
         rates = [rates[kind] for rates in by_shape.values()]
@@ -105,7 +105,7 @@ def measured(device: torch.device, smoke: bool, repeats: int) -> dict[str, Any]:
     return {
         "gemm_tflops": ranges,
         "gemm_tflops_note": f"the range over gemm_tflops_by_shape (output x input, {tokens} tokens); weight gradients "
-        "are added to an fp32 buffer by the product itself",
+        "are added to an fp32 buffer by the GEMM itself",
         "gemm_tflops_by_shape": by_shape,
         "attention_tflops": {
             "forward": {str(length): rates[0] for length, rates in rates_by_length.items()},

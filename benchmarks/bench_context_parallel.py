@@ -1,4 +1,4 @@
-"""Attention of ranks that share a sequence: forward and backward of every form, and how much communication is exposed.
+"""Attention under context parallelism: forward and backward of every form, and how much communication is exposed.
 
     torchrun --nproc-per-node 4 benchmarks/bench_context_parallel.py        # on GPUs: 32768 tokens over the 4 ranks
     python benchmarks/bench_context_parallel.py --smoke                     # the same over gloo on a CPU, tiny
@@ -54,7 +54,7 @@ class Shape:
 
     @property
     def flops(self) -> float:
-        """Forward (two products) and backward (five), causal."""
+        """Forward (two GEMMs) and backward (five), causal."""
         return 7 * 2 * self.heads * self.channels * self.length**2 / 2
 
     def config(self, ranks: int, form: str) -> TransformerConfig:

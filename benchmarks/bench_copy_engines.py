@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 benchmarks/bench_copy_engines.py        # on GPUs of one host
 
 Hidden states of LLaMA-3-8B, 8192 tokens over the ranks, bf16. *alone*: a collective by itself. *beside*: a series of
-products (the second of the feed-forward network, a rank's share) or of attentions, with and without a series of
+GEMMs (the second of the feed-forward network, a rank's share) or of attentions, with and without a series of
 collectives on its side, in ms per piece of the series; the collectives beside last about as long as the series. Writes
 benchmarks/results/copy_engines.json.
 """
@@ -114,7 +114,7 @@ def measure(repeats: int, device: torch.device) -> list[dict[str, object]]:
     query = torch.randn(1, HEADS // size, TOKENS, CHANNELS, device=device, dtype=torch.bfloat16)
     key = torch.randn(1, GROUPS // size, TOKENS, CHANNELS, device=device, dtype=torch.bfloat16)
     pieces: dict[str, Callable[[], object]] = {
-        "product": lambda: F.linear(wide, weight),
+        "GEMM": lambda: F.linear(wide, weight),
         "attention": lambda: F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True),
     }
     starts = collectives(groups, x, whole)

@@ -66,12 +66,12 @@ def matmul_rate(config: TransformerConfig, dtype: torch.dtype, repeats: int) -> 
         x, dy = torch.randn(BATCH * LENGTH, inputs).to(dtype), torch.randn(BATCH * LENGTH, outputs).to(dtype)
         weight = torch.randn(outputs, inputs).to(dtype)
 
-        def products(x=x, dy=dy, weight=weight) -> None:
+        def gemms(x=x, dy=dy, weight=weight) -> None:
             F.linear(x, weight)
             dy @ weight
             dy.t() @ x
 
-        seconds += count * median_seconds(products, repeats)
+        seconds += count * median_seconds(gemms, repeats)
         flops += count * 6.0 * BATCH * LENGTH * inputs * outputs
     return flops / seconds
 

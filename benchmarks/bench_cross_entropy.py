@@ -5,7 +5,7 @@
     python benchmarks/bench_cross_entropy.py --smoke     # tiny, on a CPU; writes nothing
 
 8192 tokens, hidden 4096, vocabulary 128256, bf16, weight gradients added to an fp32 buffer: the shape of LLaMA-3-8B.
-``products`` are the three matrix products alone, the limit of all others; TFLOP/s count those three (6 t h v), whatever
+``gemms`` are the three GEMMs alone, the limit of all others; TFLOP/s count those three (6 t h v), whatever
 a row computes again. ``extra GB`` is the peak above input, weight and gradient buffer. ``loss error`` is the largest
 difference of a token's loss from float32 on the same 16-bit inputs, ``input gradient error`` a relative norm. The last
 rows are the kernels alone for several sizes of block, with the bandwidth of what must be read and written.
@@ -108,7 +108,7 @@ class Problem:
     def forward(self, losses: Losses) -> None:
         losses(self.x, self.weight, self.labels)
 
-    def products(self) -> None:
+    def gemms(self) -> None:
         """What no variant can do without."""
         with torch.no_grad():
             x = self.x.flatten(0, 1)
@@ -152,7 +152,7 @@ def row_of(problem: Problem, losses: Losses, exact: tuple[Tensor, Tensor], limit
     extra = extra_gigabytes(lambda: problem.step(losses), problem.device)
     problem.forget()
     return {
-        "ms": round(both, 3), "forward ms": round(forward, 3), "above products ms": round(both - limit_ms, 3),
+        "ms": round(both, 3), "forward ms": round(forward, 3), "above GEMMs ms": round(both - limit_ms, 3),
         "TFLOP/s": round(problem.flops / both / 1e9, 2), "extra GB": extra,
         **{name: float(f"{value:.2g}") for name, value in errors.items()},
     }  # fmt: skip
@@ -187,9 +187,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     repeats = 2 if options.smoke else options.repeats
     problem = Problem(tokens, hidden, vocab, device)
     exact = problem.exact(min(tokens, 256))
-    limit = milliseconds(problem.products, device, repeats)
-    products = {"ms": round(limit, 3), "above products ms": 0.0, "TFLOP/s": round(problem.flops / limit / 1e9, 2)}
-    rows: dict[str, dict[str, Any]] = {"products": products}
+    limit = milliseconds(problem.gemms, device, repeats)
+    gemms = {"ms": round(limit, 3), "above GEMMs ms": 0.0, "TFLOP/s": round(problem.flops / limit / 1e9, 2)}
+    rows: dict[str, dict[str, Any]] = {"gemms": gemms}
     for name, losses in candidates(options.smoke).items():
         try:
             rows[name] = row_of(problem, losses, exact, limit, repeats)

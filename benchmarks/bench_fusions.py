@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The operations between the matrix products on one GPU: torch itself, torch.compile, our kernels, the memory's limit.
+"""The operations between the GEMMs on one GPU: torch itself, torch.compile, our kernels, the memory's limit.
 
     python benchmarks/bench_fusions.py [--only swiglu ...] [--output benchmarks/results/fusions.json] [--smoke]
     python benchmarks/bench_fusions.py --only norm --norm-stages 2 --norm-programs 4 --output /tmp/norms.json

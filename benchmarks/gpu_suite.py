@@ -41,9 +41,9 @@ KEPT_MARGIN = 5.0
 
 @dataclass(frozen=True)
 class Item:
-    """Something to run. ``{out}`` in its words is the folder of results."""
+    """Something to run. ``{out}`` in its arguments is the folder of results."""
 
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     seconds: int
     """Estimate on H200s."""
     gpus: int = 1
@@ -58,8 +58,8 @@ class Item:
 def row_item(name: str, repeats: int) -> Item:
     """``row:NAME``: a line of the speed table."""
     row, _ = split_name(name)
-    words = ("benchmarks/bench_training.py", name, "--repeats", str(repeats), "--output", "{out}/training.json")
-    return Item((*words, "--timeout", str(2 * row.seconds + 60)), row.seconds * repeats, row.gpus)
+    arguments = ("benchmarks/bench_training.py", name, "--repeats", str(repeats), "--output", "{out}/training.json")
+    return Item((*arguments, "--timeout", str(2 * row.seconds + 60)), row.seconds * repeats, row.gpus)
 
 
 def bench_item(name: str, seconds: int, *flags: str, gpus: int = 1) -> Item:
@@ -77,7 +77,7 @@ def items(repeats: int) -> dict[str, Item]:
         "fusions": bench_item("fusions", 60),
         "cross_entropy": bench_item("cross_entropy", 45),
         "optimizer": bench_item("optimizer", 45),
-        "products": bench_item("products", 170),
+        "gemms": bench_item("gemms", 170),
         "loss_curves": Item(("benchmarks/loss_curves.py", "--output", "{out}/loss_curves.json"), 110),
         **{f"row:{name}": row_item(name, repeats) for name in ROWS},
         "context_parallel": bench_item("context_parallel", 60, gpus=4),
@@ -98,12 +98,12 @@ def chosen(names: Sequence[str], repeats: int) -> dict[str, Item]:
 
 def run(item: Item, out: Path, limit: float) -> dict[str, Any]:
     """One item: how it ended, and the end of what it printed."""
-    words = [sys.executable, *(word.replace("{out}", str(out)) for word in item.words)]
+    arguments = [sys.executable, *(word.replace("{out}", str(out)) for word in item.arguments)]
     started = time.perf_counter()
     log = out / "running.log"
     with log.open("w", encoding="utf-8") as file:
         job = subprocess.Popen(
-            words, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+            arguments, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, **with_our_path(), "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         try:
@@ -141,8 +141,8 @@ def suite(plan: dict[str, Item], out: Path, budget: float, devices: int) -> dict
             ended = f"not run: needs {item.gpus} GPUs, there are {devices}"
         elif item.seconds > left:
             ended = f"not run: about {item.seconds} s, {left:.0f} s are left"
-        elif not item.words[0].startswith("-") and not (ROOT / item.words[0]).exists():
-            ended = f"not run: there is no {item.words[0]}"
+        elif not item.arguments[0].startswith("-") and not (ROOT / item.arguments[0]).exists():
+            ended = f"not run: there is no {item.arguments[0]}"
         else:
             done[name] = run(item, out, min(item.timeout, left))
             ended = done[name]["ended"]

@@ -219,7 +219,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training-before-kernels": partial(training, "training_before_kernels"),
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
-    "copy-engines": plain("copy_engines"), "products": plain("products"),
+    "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""cuBLASLt's algorithms for one matrix product, one by one, through ctypes.
+"""cuBLASLt's algorithms for one GEMM, one by one, through ctypes.
 
 The library that torch has loaded is used. Numbers of attributes are those of its header, ``cublasLt.h``. Matrices are
 column-major there: a row-major [rows, columns] tensor is its transpose.
@@ -57,7 +57,7 @@ def _check(status: int) -> None:
         raise RuntimeError(f"cuBLASLt: status {status}")
 
 
-class Product:
+class Gemm:
     """``out[m, n] (+)= left[m, k] @ right[k, n]``; factors bf16, either may be a transposed view; ``out`` contiguous,
     bf16, or fp32 which is added to."""
 

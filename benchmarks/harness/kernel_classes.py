@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 GEMM_FORWARD, GEMM_DGRAD, GEMM_WGRAD = "GEMM forward", "GEMM input gradient", "GEMM weight gradient"
-GEMM_OTHER = "GEMM, product unknown"
+GEMM_OTHER = "GEMM, which one unknown"
 ATTENTION_FORWARD, ATTENTION_BACKWARD = "attention forward", "attention backward"
 NORM, ROPE, ACTIVATION, CROSS_ENTROPY = "norm", "rope", "activation", "cross entropy"
 EMBEDDING, DROPOUT, OPTIMIZER, COMMUNICATION = "embedding", "dropout", "optimizer", "communication"
@@ -85,12 +85,12 @@ def classify(
     shape: tuple[int, int, int] | None = None,
     weights: Collection[tuple[int, int]] = (),
 ) -> str:
-    """The class of a kernel. ``shape`` (m, k, n): the product that launched it, where it is known."""
+    """The class of a kernel. ``shape`` (m, k, n): the GEMM that launched it, where it is known."""
     name = _first_match(kernel, scope)
     if name == _ATTENTION:
         return ATTENTION_BACKWARD if is_backward(scope, kernel) else ATTENTION_FORWARD
     if name == _GEMM:
-        return product_class(shape, weights, is_backward(scope))
+        return gemm_class(shape, weights, is_backward(scope))
     return name
 
 
@@ -100,10 +100,10 @@ def _first_match(kernel: str, scope: str) -> str:
     return next(matching, OTHER)
 
 
-def product_class(
+def gemm_class(
     shape: tuple[int, int, int] | None, weights: Collection[tuple[int, int]], backward: bool
 ) -> str:
-    """Which of a linear layer's three products (m, k) x (k, n) is, by the (output, input) sizes of the weights.
+    """Which of a linear layer's three GEMMs (m, k) x (k, n) is, by the (output, input) sizes of the weights.
 
     Forward X W^T has (k, n) = (input, output), the input gradient dY W (output, input), the weight gradient dY^T X
     (m, n) = (output, input). Where several fit (square weights, as many tokens as channels), the autograd engine

@@ -1,6 +1,6 @@
 """The least time that each class of a step's work can take on rank 0, and where a measured step is above it.
 
-Products count at the rates at which the device was measured to do them alone, everything else by the bytes that a fused
+GEMMs count at the rates at which the device was measured to do them alone, everything else by the bytes that a fused
 implementation must move at the rate of a plain copy: each input read once, each result written once. No recomputation,
 no exposed communication; a pipeline's bubble, which no kernel can remove, counts as communication, since that is how a
 waiting rank spends it. A pure function of the configuration and of ``ceilings.json``; torch-free.
@@ -31,7 +31,7 @@ from megatron.training.pipeline_report import microbatches_of, pieces_of, stages
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-BACKWARD_PRODUCTS, FORWARD_PRODUCTS = 5, 2  # of attention: the scores are computed again in backward
+BACKWARD_GEMMS, FORWARD_GEMMS = 5, 2  # of attention: the scores are computed again in backward
 
 Config = Any
 """A resolved PretrainConfig."""
@@ -117,8 +117,8 @@ def attention_rates(ceilings: Mapping[str, Any], length: int) -> tuple[float, fl
     """FLOP/s of attention forward and backward over ``length`` tokens, between the lengths that were measured."""
     forward = interpolate(ceilings["attention_tflops"]["forward"], length)
     both = interpolate(ceilings["attention_tflops"]["forward and backward"], length)
-    total = FORWARD_PRODUCTS + BACKWARD_PRODUCTS
-    backward = BACKWARD_PRODUCTS / (total / both - FORWARD_PRODUCTS / forward)
+    total = FORWARD_GEMMS + BACKWARD_GEMMS
+    backward = BACKWARD_GEMMS / (total / both - FORWARD_GEMMS / forward)
     return forward * 1e12, backward * 1e12
 
 
@@ -140,7 +140,7 @@ def limits(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[st
     """Class -> least work of one step on rank 0."""
     share = Share.of(cfg, vocab_size)
     work = {name: Work() for name in kinds.CLASSES}
-    _add_products(work, share, ceilings)
+    _add_gemms(work, share, ceilings)
     _add_attention(work, share, ceilings)
     bandwidth = ceilings["copy_terabytes_per_second"] * 1e12
     for name, size in _least_bytes(share).items():
@@ -149,7 +149,7 @@ def limits(cfg: Config, vocab_size: int, ceilings: Mapping[str, Any]) -> dict[st
     return work
 
 
-def _add_products(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
+def _add_gemms(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
     for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD):
         for op in share.ops:
             if op.gemm is not None:
@@ -159,9 +159,9 @@ def _add_products(work: dict[str, Work], share: Share, ceilings: Mapping[str, An
 
 def _add_attention(work: dict[str, Work], share: Share, ceilings: Mapping[str, Any]) -> None:
     forward = sum(op.flops for op in share.ops if op.kind == "attention") * share.flops_per_op
-    names = (kinds.ATTENTION_FORWARD, FORWARD_PRODUCTS), (kinds.ATTENTION_BACKWARD, BACKWARD_PRODUCTS)
+    names = (kinds.ATTENTION_FORWARD, FORWARD_GEMMS), (kinds.ATTENTION_BACKWARD, BACKWARD_GEMMS)
     for (name, count), rate in zip(names, attention_rates(ceilings, share.cfg.seq_length)):
-        flops = forward * count / FORWARD_PRODUCTS
+        flops = forward * count / FORWARD_GEMMS
         work[name].add(flops=flops, seconds=flops / rate)
 
 
@@ -261,7 +261,7 @@ class Report:
         return sorted(found, key=lambda row: -row["gap_ms"])
 
     def _comparable(self) -> tuple[dict[str, Work], dict[str, float]]:
-        """Where many products of backward could not be told apart (kernels without shapes), all of them are one class.
+        """Where many GEMMs of backward could not be told apart (kernels without shapes), all of them are one class.
 
         Below a hundredth of the step they stay a class of their own, without a limit.
         """

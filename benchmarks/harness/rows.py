@@ -127,7 +127,7 @@ VARIANTS: dict[str, str] = {
     "timers": "--timing-log-level 2",
 }
 
-SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that products can be told apart
+SMOKE_LAYERS, SMOKE_LENGTH, SMOKE_BATCH = 8, 96, 8  # unlike any width, so that GEMMs can be told apart
 
 
 def row_of(stored: str) -> str:

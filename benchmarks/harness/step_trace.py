@@ -30,8 +30,8 @@ TRANSFER = re.compile(r"^(gloo|nccl):")
 """Ranges from the start to the end of a collective; they nest with nothing."""
 LAUNCH = re.compile(r"Launch|cudaMemcpy.*Async|cudaMemset.*Async", re.IGNORECASE)
 SYNCHRONIZES = re.compile(r"(Stream|Device|Event|Ctx)Synchronize|^cudaMemcpy(2D)?$|^cuMemcpy(?!.*Async)", re.IGNORECASE)
-PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0}
-"""Operators of a matrix product -> which input is the left factor."""
+GEMMS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0}
+"""Operators of a GEMM -> which input is the left factor."""
 
 Event = dict[str, Any]
 
@@ -168,10 +168,10 @@ def path_of(stack: Sequence[Event]) -> str:
     return "/".join(event["name"] for event in stack)
 
 
-def product_shape(stack: Sequence[Event]) -> tuple[int, int, int] | None:
-    """(m, k, n) of the matrix product that the innermost such operator of ``stack`` computes."""
+def gemm_shape(stack: Sequence[Event]) -> tuple[int, int, int] | None:
+    """(m, k, n) of the GEMM that the innermost such operator of ``stack`` computes."""
     for event in reversed(stack):
-        first = PRODUCTS.get(event["name"])
+        first = GEMMS.get(event["name"])
         sizes = event.get("args", {}).get("Input Dims", [])
         if first is not None and len(sizes) > first + 1 and len(sizes[first]) == len(sizes[first + 1]) == 2:
             (m, k), (_, n) = sizes[first], sizes[first + 1]
@@ -190,7 +190,7 @@ def device_spans(events: Sequence[Event], scopes: Scopes, weights: Collection[tu
         for event, stack, start, end in scopes.segments():
             if event["cat"] == "cpu_op":
                 whole = [*stack, event]
-                kind = classify(event["name"], path_of(whole), product_shape(whole), weights)
+                kind = classify(event["name"], path_of(whole), gemm_shape(whole), weights)
                 spans.append(Span(start, end, event["name"], path_of(stack), kind, start, (event["pid"], event["tid"])))
         for event in events:
             if event["name"].startswith("gloo:"):
@@ -208,7 +208,7 @@ def device_spans(events: Sequence[Event], scopes: Scopes, weights: Collection[tu
     spans = []
     for event, launch, (thread, _), stack in zip(work, launches, queries, scopes.stacks(queries)):
         scope = path_of(stack)
-        kind = classify(event["name"], scope, product_shape(stack), weights)
+        kind = classify(event["name"], scope, gemm_shape(stack), weights)
         launched = launch["ts"] if launch else unknown
         spans.append(Span(event["ts"], event["ts"] + event["dur"], event["name"], scope, kind, launched, thread))
     return sorted(spans, key=lambda span: (span.start, span.end))

@@ -33,13 +33,13 @@ def test_variants_are_possible_where_their_packages_are(variant):
 
 @pytest.mark.parametrize("name", ["one", "gpt-345m", "tp4-sp", "cp4-s32768", "dp2-tp2"])
 def test_limits_count_the_model_flops(name):
-    """Kernels do seven products of attention, of which six are the model's; all ranks of these rows do the same."""
+    """Kernels do seven GEMMs of attention, of which six are the model's; all ranks of these rows do the same."""
     cfg = config_of(name)
     work = roofline.limits(cfg, cfg.vocab_size, CEILINGS)
-    products = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
+    gemms = sum(work[kind].flops for kind in (kinds.GEMM_FORWARD, kinds.GEMM_DGRAD, kinds.GEMM_WGRAD))
     attention = (work[kinds.ATTENTION_FORWARD].flops + work[kinds.ATTENTION_BACKWARD].flops) * 6 / 7
     expected = describe_run(cfg, cfg.vocab_size).flops_per_sample * cfg.global_batch_size / cfg.world_size
-    assert products + attention == pytest.approx(expected, rel=1e-9)
+    assert gemms + attention == pytest.approx(expected, rel=1e-9)
 
 
 def test_optimizer_bytes_follow_the_formats_and_are_shared_out():
@@ -81,7 +81,7 @@ def test_the_gap_is_the_step_less_the_limit():
     assert "step" in report.text() and report.as_dict()["step_ms"] == 1130.0
 
 
-def test_products_of_backward_that_cannot_be_told_apart_are_one_class():
+def test_gemms_of_backward_that_cannot_be_told_apart_are_one_class():
     cfg = config_of("one")
     measured = {kinds.GEMM_FORWARD: 800.0, kinds.GEMM_OTHER: 1700.0}
     report = roofline.report(cfg, cfg.vocab_size, CEILINGS, {"ms": measured, "step_ms": 2500.0})

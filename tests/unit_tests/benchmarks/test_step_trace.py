@@ -118,7 +118,7 @@ def test_without_a_gpu_operators_stand_for_kernels(tmp_path):
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": [*trace.events, {"ph": "M"}]}).encode()))
     found = step_trace.profile(step_trace.read_events(path), WEIGHTS)
     assert found.ms[kinds.NORM] == pytest.approx(0.05) and found.ms[kinds.GEMM_FORWARD] == pytest.approx(0.03)
-    assert found.ms[kinds.OTHER] == found.ms[kinds.IDLE] == pytest.approx(0.01)  # aten::linear around the product
+    assert found.ms[kinds.OTHER] == found.ms[kinds.IDLE] == pytest.approx(0.01)  # aten::linear around the GEMM
     assert found.ms[kinds.COMMUNICATION] == pytest.approx(0.02)
     assert step_trace.profile([]) is None
 
@@ -175,5 +175,5 @@ def test_kernels_are_classified_by_their_name_and_by_what_launched_them(kernel, 
         (None, False, kinds.GEMM_FORWARD),
     ],
 )  # fmt: skip
-def test_the_three_products_of_a_linear_layer_are_told_apart(shape, backward, kind):
-    assert kinds.product_class(shape, {(6144, 4096), (4096, 4096)}, backward) == kind
+def test_the_three_gemms_of_a_linear_layer_are_told_apart(shape, backward, kind):
+    assert kinds.gemm_class(shape, {(6144, 4096), (4096, 4096)}, backward) == kind

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Whether torch's choice of algorithm for matrix products is the best there is when the GPU sits at its power limit.
+"""Whether torch's choice of algorithm for GEMMs is the best there is when the GPU sits at its power limit.
 
-    python benchmarks/bench_products.py [--only fc1 ...] [--output benchmarks/results/products.json]
+    python benchmarks/bench_gemms.py [--only fc1 ...] [--output benchmarks/results/gemms.json]
 
-The products of a LLaMA-3-8B layer and of its output layer over 8192 tokens: forward, input gradient, weight gradient
+The GEMMs of a LLaMA-3-8B layer and of its output layer over 8192 tokens: forward, input gradient, weight gradient
 added to fp32. For each, cuBLASLt's own suggestions and a grid of tiles, variants and clusters run briefly; the fastest
 few and torch then run for ``--seconds`` each, in turns, on random data, as a GPU that has just been idle would flatter
 whatever comes first. TFLOP/s are means of two turns.
@@ -25,10 +25,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness.cublaslt import Product
+from benchmarks.harness.cublaslt import Gemm
 from benchmarks.harness.environment import environment
 
-RESULTS = Path(__file__).resolve().parent / "results" / "products.json"
+RESULTS = Path(__file__).resolve().parent / "results" / "gemms.json"
 TOKENS = 8192
 LAYERS = {
     "qkv": (6144, 4096), "proj": (4096, 4096), "fc1": (28672, 4096), "fc2": (4096, 14336), "output": (128256, 4096),
@@ -39,8 +39,8 @@ TILES, VARIANTS, CLUSTERS = (20, 23, 24, 29, 197, 199, 201, 203, 205, 207, 209, 
 """Tiles of 128 x 128 elements and more; the others are those that suggestions named."""
 
 
-def products(out_features: int, in_features: int) -> dict[str, tuple[Product, Callable[[], object]]]:
-    """By name, cuBLASLt's product and torch's, in the same memory."""
+def gemms(out_features: int, in_features: int) -> dict[str, tuple[Gemm, Callable[[], object]]]:
+    """By name, cuBLASLt's GEMM and torch's, in the same memory."""
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device="cuda").mul_(shape[-1] ** -0.5).bfloat16()
@@ -48,10 +48,10 @@ def products(out_features: int, in_features: int) -> dict[str, tuple[Product, Ca
     x, weight, grad = draw(TOKENS, in_features), draw(out_features, in_features), draw(TOKENS, out_features)
     y, grad_x, total = torch.empty_like(grad), torch.empty_like(x), torch.zeros(weight.shape, device="cuda")
     return {
-        "forward": (Product(x, weight.t(), y), partial(torch.mm, x, weight.t(), out=y)),
-        "input gradient": (Product(grad, weight, grad_x), partial(torch.mm, grad, weight, out=grad_x)),
+        "forward": (Gemm(x, weight.t(), y), partial(torch.mm, x, weight.t(), out=y)),
+        "input gradient": (Gemm(grad, weight, grad_x), partial(torch.mm, grad, weight, out=grad_x)),
         "weight gradient": (
-            Product(grad.t(), x, total),
+            Gemm(grad.t(), x, total),
             partial(torch.addmm, total, grad.t(), x, out_dtype=torch.float32, out=total),
         ),
     }
@@ -74,34 +74,34 @@ def seconds_per_call(work: Callable[[], object], seconds: float) -> float:
     return timed(count)
 
 
-def check(name: str, product: Product, works: tuple[Callable[[], object], Callable[[], object]]) -> None:
+def check(name: str, gemm: Gemm, works: tuple[Callable[[], object], Callable[[], object]]) -> None:
     """Both compute the same."""
     results = []
     for work in works:
-        product.out.zero_()
+        gemm.out.zero_()
         work()
-        results.append(product.out.to(torch.float32, copy=True))
+        results.append(gemm.out.to(torch.float32, copy=True))
     ours, theirs = results
     if not (ours - theirs).norm() < 0.01 * theirs.norm():
         raise SystemExit(f"{name}: cuBLASLt's result is not torch's")
 
 
-def measure(name: str, product: Product, torch_product: Callable[[], object], seconds: float) -> dict[str, Any]:
-    algorithms = product.suggested(SUGGESTIONS)
+def measure(name: str, gemm: Gemm, torch_gemm: Callable[[], object], seconds: float) -> dict[str, Any]:
+    algorithms = gemm.suggested(SUGGESTIONS)
     first = next(iter(algorithms))
-    check(name, product, (partial(product.run, algorithms[first]), torch_product))
-    for choice, algorithm in product.others(algorithms[first], TILES, VARIANTS, CLUSTERS):
+    check(name, gemm, (partial(gemm.run, algorithms[first]), torch_gemm))
+    for choice, algorithm in gemm.others(algorithms[first], TILES, VARIANTS, CLUSTERS):
         algorithms.setdefault(choice, algorithm)
-    brief = {choice: seconds_per_call(partial(product.run, each), BRIEFLY) for choice, each in algorithms.items()}
+    brief = {choice: seconds_per_call(partial(gemm.run, each), BRIEFLY) for choice, each in algorithms.items()}
     finalists = dict.fromkeys([first, *sorted(brief, key=brief.__getitem__)[:FINALISTS]])
-    works = {"torch": torch_product, **{choice: partial(product.run, algorithms[choice]) for choice in finalists}}
+    works = {"torch": torch_gemm, **{choice: partial(gemm.run, algorithms[choice]) for choice in finalists}}
     turns = [{key: seconds_per_call(work, seconds) for key, work in works.items()} for _ in range(TURNS)]
-    speed = {key: product.flops / statistics.mean(turn[key] for turn in turns) / 1e12 for key in works}
+    speed = {key: gemm.flops / statistics.mean(turn[key] for turn in turns) / 1e12 for key in works}
     best = max(finalists, key=speed.__getitem__)
     return {
         "name": name, "torch": speed["torch"], "first suggestion": speed[first], "best": speed[best],
         "best tile, variant, cluster": ", ".join(map(str, best)), "algorithms": len(algorithms),
-        "TFLOP": product.flops / 1e12,
+        "TFLOP": gemm.flops / 1e12,
     }  # fmt: skip
 
 
@@ -115,8 +115,8 @@ def main() -> int:
         parser.error("start it on a machine with a GPU")
     rows = []
     for layer in options.only:
-        for kind, (product, torch_product) in products(*LAYERS[layer]).items():
-            rows.append(measure(f"{layer}, {kind}", product, torch_product, options.seconds))
+        for kind, (gemm, torch_gemm) in gemms(*LAYERS[layer]).items():
+            rows.append(measure(f"{layer}, {kind}", gemm, torch_gemm, options.seconds))
             sys.stdout.write(", ".join(f"{key} {value}" for key, value in rows[-1].items()) + "\n")
     results = {"environment": environment(), "rows": rows}
     options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
