@@ -197,7 +197,7 @@ def main() -> int:
         print("\n".join(f"{name:<28}{item.gpus} GPUs {item.seconds:5d} s" for name, item in plan.items()))
         print(f"rows take +variants: {', '.join(VARIANTS)}; rows: {', '.join(ROWS)}")
         return 0
-    done = suite(plan, args.out, args.budget, device_count(), args.again)
+    done = suite(plan, args.out, args.budget, device_count())
     print(summary(done, list(plan)))
     return int(not all(done[name]["ended"].startswith(("ok", "not run")) for name in plan))
 

@@ -34,6 +34,17 @@ def test_the_suite_runs_what_fits_writes_at_once_and_skips_what_is_done(tmp_path
     assert "exit code 3" in gpu_suite.summary(done, list(plan))
 
 
+def test_the_command_line_runs_what_is_named_into_the_folder(tmp_path, capsys, monkeypatch):
+    words = ["gpu_suite.py", "--only", "row:one", "row:dp4+te", "--budget", "20", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", words)
+    assert gpu_suite.main() == 0
+    assert list(json.loads((tmp_path / "out" / "suite.json").read_text())) == ["row:one", "row:dp4+te"]
+    assert "not run" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--min-gpus", "4", "--list"])
+    assert gpu_suite.main() == 0
+    assert "row:dp4 " in (listed := capsys.readouterr().out) and "row:one " not in listed
+
+
 def test_items_are_known_by_name_and_any_row_with_variants_is_one():
     known = gpu_suite.items(2)
     assert list(known)[:3] == ["tests", "ceilings", "row:one"]
