@@ -6,7 +6,7 @@ What is specific to GPT is a task: its model, data sets, batch, forward step and
 import sys
 
 from megatron.training.arguments import exit_on_config_error, parse_args
-from megatron.training.dry_run import preflight
+from megatron.training.report.dry_run import preflight
 
 
 def main() -> int:
@@ -16,7 +16,7 @@ def main() -> int:
         if preflight(cfg):
             return 0
 
-    from megatron.training.program import run
+    from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
 
     return run(cfg, GPTTask)

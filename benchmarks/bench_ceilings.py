@@ -29,7 +29,7 @@ from benchmarks.harness.roofline import CEILINGS, load_ceilings, weight_shapes
 from benchmarks.harness.rows import ROWS, flags_of
 from benchmarks.harness.timing import milliseconds
 from megatron.training.arguments import parse_args
-from megatron.training.resolve import resolve
+from megatron.training.config.resolve import resolve
 
 TOKENS = 8192
 LENGTHS = (4096, 8192, 32768)

@@ -33,11 +33,12 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core import collective_names, parallel_state
-from megatron.core.context_parallel import zigzag
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.transformer.dot_product_attention import make_core_attention
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core import parallel_state
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.dot_product_attention import make_core_attention
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups import collective_names
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 
 RESULTS = Path(__file__).resolve().parent / "results" / "context_parallel.json"
 

@@ -28,8 +28,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
-from megatron.core.copy_engines.choice import engines_of
-from megatron.core.process_groups import Group
+from megatron.core.groups.copy_engines.choice import engines_of
+from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
 
 RESULTS = Path(__file__).resolve().parent / "results" / "copy_engines.json"

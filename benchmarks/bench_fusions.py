@@ -45,7 +45,7 @@ from megatron.core.fusions.split_rotary import (
     split_rotary_plain,
     split_rotary_triton,
 )
-from megatron.core.rng import DropoutStream
+from megatron.core.random.philox import DropoutStream
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.linear import LinearTraits
 

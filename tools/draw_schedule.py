@@ -14,12 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.cli import ConfigError
+from megatron.core.config.cli import ConfigError
 from megatron.core.pipeline_parallel.simulate import Timeline
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.dry_run import vocab_size_of
-from megatron.training.pipeline_report import microbatches_of, peak_layers, pipeline_rows, timeline_of
+from megatron.training.report.dry_run import vocab_size_of
+from megatron.training.report.pipeline import microbatches_of, peak_layers, pipeline_rows, timeline_of
 
 COLORS = {"F": "#4c78a8", "B": "#54a24b", "W": "#e8b23a"}
 DEFAULTS = {"micro_batch_size": 1, "train_iters": 1, "lr": 1e-4}

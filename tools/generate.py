@@ -41,10 +41,10 @@ def main() -> int:
     args = parse_command_line()
     import torch
 
+    from megatron.core.groups.process_groups import SINGLE_PROCESS
     from megatron.core.inference.sampling import generate
-    from megatron.core.process_groups import SINGLE_PROCESS
     from megatron.core.tokenizers import build_tokenizer
-    from megatron.training.checkpointing import Checkpointer, apply_checkpoint_args
+    from megatron.training.checkpoint.checkpointer import Checkpointer, apply_checkpoint_args
     from megatron.training.initialize import training_device
     from megatron.training.tasks.gpt import GPTTask
 

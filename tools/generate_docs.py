@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # run as a program from anywhere
     sys.path.insert(0, str(ROOT))
 
-from megatron.core.cli import FlagSpec, show  # noqa: E402
+from megatron.core.config.cli import FlagSpec, show  # noqa: E402
 from megatron.training.arguments import flag_specs  # noqa: E402
 from megatron.training.config.availability import status  # noqa: E402
 from megatron.training.config.retired import RETIRED  # noqa: E402

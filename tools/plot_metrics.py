@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:  # run as a program from anywhere
     sys.path.insert(0, str(ROOT))
 
-from megatron.training.metrics import METRICS_FILE, TIMING_FILE, read_metrics  # noqa: E402
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, read_metrics  # noqa: E402
 
 # Okabe and Ito's colours: told apart by everybody, and in grey
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31"]

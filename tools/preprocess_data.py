@@ -14,7 +14,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.core.cli import ConfigError, Problem, flags_of, make_parser, read_segments, report_and_exit, segments
+from megatron.core.config.cli import (
+    ConfigError,
+    Problem,
+    flags_of,
+    make_parser,
+    read_segments,
+    report_and_exit,
+    segments,
+)
 from megatron.core.datasets.preprocessing.pipeline import preprocess
 from megatron.core.datasets.preprocessing.search import find_optimal_workers
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import exit_on_config_error, parse_args, validate_args
-from megatron.training.datasets import samples_per_split
-from megatron.training.metrics import read_metrics
+from megatron.training.data.datasets import samples_per_split
+from megatron.training.observe.metrics import read_metrics
 
 
 def add_flags(parser: Any) -> Any:

@@ -29,8 +29,8 @@ if str(ROOT) not in sys.path:  # run as a program from anywhere
     sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron.core.cli import ConfigError  # noqa: E402
-from megatron.core.pipeline_layout import layers_of, virtual_pipeline_size  # noqa: E402
+from megatron.core.config.cli import ConfigError  # noqa: E402
+from megatron.core.pipeline_parallel.stages import layers_of, virtual_pipeline_size  # noqa: E402
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args  # noqa: E402
 from megatron.training.config.checkpointing import CheckpointConfig  # noqa: E402
 from megatron.training.config.data import DataConfig  # noqa: E402
@@ -41,7 +41,7 @@ from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E40
 from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402
 from megatron.training.config.training import ProfilingConfig  # noqa: E402
 from megatron.training.config.validation import ValidationConfig  # noqa: E402
-from megatron.training.pipeline_report import stages_of  # noqa: E402
+from megatron.training.report.pipeline import stages_of  # noqa: E402
 
 LEFT_OUT = (
     CheckpointConfig,
@@ -192,9 +192,9 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
     os.environ.update(place, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), CUDA_VISIBLE_DEVICES="")
     import torch
 
-    from megatron.training import layout_trace
     from megatron.training.initialize import initialize_megatron, shut_down
     from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.verify import layout_trace
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
@@ -221,7 +221,7 @@ def launch(cfg: PretrainConfig, world_size: int, folder: str, steps: int) -> Non
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "FOLDER": folder}
-    multiprocessing.set_forkserver_preload(["megatron.training.layout_trace", "megatron.training.tasks.gpt"])
+    multiprocessing.set_forkserver_preload(["megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"])
     arguments = (cfg, world_size, place, steps)
     mp.start_processes(run_rank, args=arguments, nprocs=world_size, start_method="forkserver")
 
@@ -230,7 +230,7 @@ def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
     """The verdict over the shrunken model."""
     import torch
 
-    from megatron.training import layout_trace
+    from megatron.training.verify import layout_trace
 
     with tempfile.TemporaryDirectory() as folder:
         launch(one_rank(cfg), 1, folder, steps)

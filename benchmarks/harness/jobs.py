@@ -28,7 +28,7 @@ from benchmarks.harness import roofline, step_trace
 from benchmarks.harness.environment import sampled_clocks
 from benchmarks.harness.rows import flags_of, split_name
 from megatron.training.arguments import parse_args
-from megatron.training.resolve import resolve
+from megatron.training.config.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILED = 2

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import kernel_classes as kinds
+from megatron.core.description.model import Op, Piece, activation_bytes
 from megatron.core.models.gpt_description import describe_run
-from megatron.core.transformer.description import Op, Piece, activation_bytes
-from megatron.training.pipeline_report import microbatches_of, pieces_of, stages_of, timeline_of
+from megatron.training.report.pipeline import microbatches_of, pieces_of, stages_of, timeline_of
 
 CEILINGS = Path(__file__).with_name("ceilings.json")
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}

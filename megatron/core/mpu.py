@@ -1,3 +1,3 @@
-"""``megatron.core.mpu``: the older name of ``megatron.core.parallel_state``, which existing programs import."""
+"""The name by which existing programs import :mod:`megatron.compat.mpu`."""
 
-from megatron.core.parallel_state import *  # noqa: F403
+from megatron.compat.mpu import *  # noqa: F403

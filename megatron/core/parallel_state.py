@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.copy_engines.choice import engines_of
-from megatron.core.errors import UserError
-from megatron.core.nccl_options import DEFAULTS as NCCL_DEFAULTS
-from megatron.core.nccl_options import group_options, read_nccl_settings
-from megatron.core.notices import notice
-from megatron.core.process_groups import (
+from megatron.core.config.errors import UserError
+from megatron.core.config.notices import notice
+from megatron.core.groups.copy_engines.choice import engines_of
+from megatron.core.groups.nccl_options import DEFAULTS as NCCL_DEFAULTS
+from megatron.core.groups.nccl_options import group_options, read_nccl_settings
+from megatron.core.groups.process_groups import (
     DEFAULT_ORDER,
     SINGLE_PROCESS,
     Group,

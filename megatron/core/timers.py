@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 Blend = tuple[list[str], list[float] | None]
 """Prefixes, and their weights or None."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.data import helpers
 
 SEPARATE_BELOW = 0.80

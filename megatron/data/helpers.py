@@ -10,7 +10,7 @@ import logging
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 try:
     # not inside megatron: a script that runs in a checkout sees the checkout's megatron, which would hide the extension

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.data.mapping import map_file
 
 MAGIC = b"MMIDIDX\x00\x00"

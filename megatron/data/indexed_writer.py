@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.data.index_format import HEADER, MAGIC, VERSION, DType, get_bin_path, get_idx_path, read_index
 
 BUFFER_BYTES = 4 << 20

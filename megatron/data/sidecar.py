@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 FORMAT_VERSION = 1
 

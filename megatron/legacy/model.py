@@ -1,10 +1,3 @@
-"""Entry scripts of earlier years import this module; what it held is ``megatron.core`` now. There is nothing else."""
+"""The name by which existing programs import :mod:`megatron.compat.legacy_model`."""
 
-from typing import Any, NoReturn
-
-
-class GPTModel:
-    """Named in annotations; ``--use-legacy-models``, which would build it, is refused."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError("megatron.legacy.model.GPTModel is gone: use megatron.core.models.gpt.GPTModel")
+from megatron.compat.legacy_model import *  # noqa: F403

@@ -4,18 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron.training.classic import get_args, get_model, get_timers, get_tokenizer, initialize_megatron, pretrain
-    from megatron.training.utils import print_rank_0, print_rank_last
+    from megatron.compat.classic import get_args, get_model, get_timers, get_tokenizer, initialize_megatron, pretrain
+    from megatron.compat.training_utils import print_rank_0, print_rank_last
 
 _HOMES = {
-    "pretrain": "megatron.training.classic",
-    "get_args": "megatron.training.classic",
-    "get_model": "megatron.training.classic",
-    "get_timers": "megatron.training.classic",
-    "get_tokenizer": "megatron.training.classic",
-    "initialize_megatron": "megatron.training.classic",
-    "print_rank_0": "megatron.training.utils",
-    "print_rank_last": "megatron.training.utils",
+    "pretrain": "megatron.compat.classic",
+    "get_args": "megatron.compat.classic",
+    "get_model": "megatron.compat.classic",
+    "get_timers": "megatron.compat.classic",
+    "get_tokenizer": "megatron.compat.classic",
+    "initialize_megatron": "megatron.compat.classic",
+    "print_rank_0": "megatron.compat.training_utils",
+    "print_rank_last": "megatron.compat.training_utils",
 }
 
 

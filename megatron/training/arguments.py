@@ -16,19 +16,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.core import cli
-from megatron.core.cli import ConfigError, FlagSpec, Problem, Segment
-from megatron.core.notices import notice
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.config import cli
+from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
+from megatron.core.config.notices import notice
+from megatron.core.config.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
+from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.training.config.resolve import resolve
 from megatron.training.config.retired import RENAMED, RETIRED, modernize
-from megatron.training.endings import tell_launcher
-from megatron.training.launcher import environment_problems, is_first_rank, launched_world_size
+from megatron.training.exits.endings import tell_launcher
 from megatron.training.notices import notices
-from megatron.training.resolve import resolve
-from megatron.training.rules import check
-from megatron.training.rules_common import impossible_values
+from megatron.training.rules.common import impossible_values
+from megatron.training.rules.run_all import check
 
 logger = logging.getLogger(__name__)
 

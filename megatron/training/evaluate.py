@@ -10,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups import ProcessGroups
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.dataloader import EvalSampler, Shard, build_loader
+from megatron.training.data.loader import EvalSampler, Shard, build_loader
 from megatron.training.initialize import training_device
-from megatron.training.metrics import EvalResult
-from megatron.training.reduction import LossSums
+from megatron.training.observe.loss_sums import LossSums
+from megatron.training.observe.metrics import EvalResult
 from megatron.training.tasks.base import Task
 
 logger = logging.getLogger(__name__)

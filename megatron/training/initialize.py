@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.pipeline_layout import virtual_pipeline_size
-from megatron.core.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.resolve import rank_order
+from megatron.training.config.resolve import rank_order
 
 logger = logging.getLogger(__name__)
 

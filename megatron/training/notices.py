@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.resolve import needs_built_in_layers
+from megatron.training.config.resolve import needs_built_in_layers
 
 
 def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:

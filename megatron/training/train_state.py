@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 @dataclass

@@ -5,23 +5,20 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core import batch_schedule as batch_sizes
-from megatron.core.distributed import DataParallel, finalize_model_grads, mean_factor
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.process_groups import ProcessGroups
-from megatron.training.checkpointing import Checkpointer
+from megatron.core.distributed import finalize_model_grads, mean_factor
+from megatron.core.schedules import batch_size as batch_sizes
+from megatron.training.checks.finite import FiniteCheck, named_by_origin
+from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.cuda_graphs import make_forward_backward
 from megatron.training.evaluate import EvalSet, Evaluator
-from megatron.training.exit_conditions import (
+from megatron.training.exits.conditions import (
     ExitConditions,
     ExitReason,
     after_failed_saves,
@@ -30,32 +27,12 @@ from megatron.training.exit_conditions import (
     is_log_iteration,
     is_save_iteration,
 )
-from megatron.training.finite_check import FiniteCheck, named_by_origin
-from megatron.training.hooks.base import Hook
 from megatron.training.initialize import training_device
-from megatron.training.metrics import EvalResult, StepMetrics, check_finite
-from megatron.training.reduction import LossSums
-from megatron.training.tasks.base import Task
-from megatron.training.train_state import TrainState
+from megatron.training.observe.loss_sums import LossSums
+from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite
+from megatron.training.start.cuda_graphs import make_forward_backward
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Components:
-    """What a run is made of, built by ``megatron.training.program``."""
-
-    task: Task
-    groups: ProcessGroups
-    model: list[DataParallel]
-    optimizer: Any
-    scheduler: OptimizerParamScheduler
-    state: TrainState
-    checkpointer: Checkpointer
-    train_iterator: Iterator[dict] | None = None
-    valid_sets: list[EvalSet] = field(default_factory=list)
-    test_sets: list[EvalSet] = field(default_factory=list)
-    hooks: Sequence[Hook] = ()
 
 
 class Trainer:

@@ -1,13 +1,3 @@
-"""The model's configuration where ``--yaml-cfg`` was given: settings are the same, wherever they come from."""
+"""The name by which existing programs import :mod:`megatron.compat.yaml_arguments`."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import core_transformer_config_from_args
-
-
-def core_transformer_config_from_yaml(args: Any, transfomer_key: str = "language_model") -> TransformerConfig:
-    """As ``core_transformer_config_from_args``; the key, spelled as existing programs know it, chooses nothing."""
-    return core_transformer_config_from_args(args)
+from megatron.compat.yaml_arguments import *  # noqa: F403

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.resolve import gpu_present
+from megatron.training.config.resolve import gpu_present
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])

@@ -211,7 +211,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run(gloo_pool, dataset, tmp_path)
 
 
 def test_all_contradictions_are_reported_at_once(dataset):
-    from megatron.core.cli import ConfigError
+    from megatron.core.config.cli import ConfigError
     from megatron.training.arguments import parse_args, validate_args
     from tests.test_utils.gpt_runs import MODEL_FLAGS
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.process_groups import RankGrid
+from megatron.core.groups.process_groups import RankGrid
 from megatron.training.arguments import parse_args
-from megatron.training.pipeline_report import stages_of
-from megatron.training.resolve import resolve
-from megatron.training.rules import check
+from megatron.training.config.resolve import resolve
+from megatron.training.report.pipeline import stages_of
+from megatron.training.rules.run_all import check
 from tests.test_utils.layouts import MODEL, VOCAB_SIZE
 
 ROOT = Path(__file__).resolve().parents[2]

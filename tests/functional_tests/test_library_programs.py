@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.core import parallel_state
-from megatron.core.nccl_options import read_nccl_settings
+from megatron.core.groups.nccl_options import read_nccl_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils.gpt_runs import MODEL_FLAGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,14 +20,14 @@ from functools import partial
 import numpy as np
 import torch
 from megatron.core.enums import ModelType
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args, parse_args
 from megatron.training.hooks import Hook
-from megatron.training.program import run
+from megatron.training.run import run
 from megatron.training.tasks.gpt import GPTTask
 
 

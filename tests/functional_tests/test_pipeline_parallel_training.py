@@ -130,9 +130,9 @@ def test_a_checkpoint_of_cut_layers_continues_on_other_stages(gloo_pool, dataset
 
 def provider_of_old(pre_process=True, post_process=True):
     """A script's model provider that knows nothing of virtual stages."""
+    from megatron.core.config.transformer_config import TransformerConfig
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
         num_layers=5, hidden_size=16, num_attention_heads=2, pipeline_model_parallel_size=2, params_dtype=torch.float64,
@@ -148,7 +148,7 @@ def library_loop(rank, world_size):
 
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.training.parallelize import build_model
+    from megatron.training.start.parallelize import build_model
 
     parallel_state.initialize_model_parallel(1, 2, 2)
     flags = {"pipeline_model_parallel_layout": None, "num_layers_per_virtual_pipeline_stage": None}

@@ -8,10 +8,10 @@ from torch import nn
 
 from megatron.core.dist_checkpointing import writer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import get_optimizer_param_scheduler
-from megatron.core.process_groups import SINGLE_PROCESS
-from megatron.training.checkpointing import Checkpointer
+from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
+from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 

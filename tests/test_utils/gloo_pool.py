@@ -20,8 +20,8 @@ from typing import Any
 TASK_TIMEOUT_SECONDS = 120.0
 START_METHOD = "forkserver"  # or "fork", in processes that never use a GPU (tests/mutate.py)
 TASKS_PER_WORKER = 40  # torch leaves a gloo context of three threads behind per program; fresh workers are cheap
-PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.program",
-             "megatron.training.layout_trace", "megatron.training.tasks.gpt"]  # fmt: skip
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.run",
+             "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"]  # fmt: skip
 """What nearly every task imports, a second and a half of it: once in the server instead of in every worker."""
 
 

@@ -36,7 +36,7 @@ def train(rank: int, world_size: int, argv: list[str], fp64: bool = False) -> in
     import dataclasses
 
     from megatron.training.arguments import parse_args
-    from megatron.training.program import run
+    from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
 
     return run(dataclasses.replace(parse_args(MODEL_FLAGS + argv), fp64=fp64), GPTTask)

@@ -21,7 +21,7 @@ def through_copy_engines(rank):
 
 def small_messages_through_copy_engines(rank):
     """No bug: on GPUs, copy engines carry everything that they can."""
-    engines = module("megatron.core.copy_engines.exchange").CopyEngines
+    engines = module("megatron.core.groups.copy_engines.exchange").CopyEngines
     return mock.patch.object(engines, "carries", lambda self, num_bytes: True)
 
 
@@ -124,7 +124,7 @@ def dropout_by_local_position(rank):
 
 def replicated_counted_on_every_rank(rank):
     """The gradient norm counts a replicated parameter once per tensor-parallel rank."""
-    return mock.patch.object(module("megatron.core.placement"), "is_counted_here", lambda spec, groups: True)
+    return mock.patch.object(module("megatron.core.sharding.placement"), "is_counted_here", lambda spec, groups: True)
 
 
 def stale_weights(rank):
@@ -161,7 +161,7 @@ def bucket_sent_before_it_is_full(rank):
 
 def data_order_depends_on_ranks(rank):
     """Each data-parallel rank reads a stretch of the data of its own."""
-    where = module("megatron.training.dataloader").Shard
+    where = module("megatron.training.data.loader").Shard
     correct = where.slices
 
     def apart(self, start, global_batch_size):
@@ -186,7 +186,7 @@ def reduced_in_bf16(rank):
 
 def same_seed_on_every_rank(rank):
     """Every tensor-parallel rank draws the values of the first shard."""
-    where = module("megatron.core.placement")
+    where = module("megatron.core.sharding.placement")
     correct = where._contiguous_runs
 
     def first_shard(shape, chunk):
@@ -197,7 +197,7 @@ def same_seed_on_every_rank(rank):
 
 def loss_mask_wears_off(rank):
     """The data set hands out its own loss masks, which zero more with every access."""
-    where = module("megatron.training.layout_trace").SyntheticSamples
+    where = module("megatron.training.verify.layout_trace").SyntheticSamples
     correct = where.__getitem__
     seen = []
 
@@ -227,7 +227,7 @@ def context_parallel_rank_forgets_the_others(rank):
 
 def attention_gradients_of_blocks_are_off(rank):
     """The blocks of context-parallel attention compute the gradient of keys with an error of one percent."""
-    where = module("megatron.core.context_parallel.kernels").BlockwiseTorch
+    where = module("megatron.core.attention.context_parallel.kernels").BlockwiseTorch
     correct = where.backward
 
     def off(self, *arguments):
@@ -241,7 +241,7 @@ def masks_from_the_clock(rank):
     """Dropout masks come from a generator that nobody seeds."""
     import torch
 
-    where = module("megatron.core.rng").DropoutStream
+    where = module("megatron.core.random.philox").DropoutStream
     correct = where.keep_mask
 
     def drawn(self, rate, *arguments):

@@ -1,4 +1,4 @@
-"""Runs a layout of a tiny GPT on a pool of ranks and compares it with one rank (``megatron/training/layout_trace.py``).
+"""Runs a layout of a tiny GPT on a pool of ranks and compares it with one rank (``training/verify/layout_trace.py``).
 
 Everything of a layout happens inside one task of the pool: build, train, compare. The one-rank reference of each model
 is computed once per session and kept in a file, which the workers load once.
@@ -63,8 +63,8 @@ def configure(argv, world_size, precision):
 def running(row, world_size):
     """The traces of a row, on this rank of the pool."""
     from megatron.training.initialize import initialize_megatron
-    from megatron.training.layout_trace import trace, with_synthetic_data
     from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.verify.layout_trace import trace, with_synthetic_data
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     cfg = configure(row.argv, world_size, row.precision)
@@ -75,7 +75,7 @@ def write_reference(rank, world_size, row, path):
     """A task of the pool: trains on one rank and keeps everything."""
     import torch
 
-    from megatron.training.layout_trace import make_reference
+    from megatron.training.verify.layout_trace import make_reference
 
     with running(row, world_size) as traces:
         reference = make_reference(traces)
@@ -87,7 +87,7 @@ def read_reference(path):
     """The reference of a file; workers keep it."""
     import torch
 
-    from megatron.training.layout_trace import ReferenceStep
+    from megatron.training.verify.layout_trace import ReferenceStep
 
     return [ReferenceStep(**step) for step in torch.load(path, weights_only=True, map_location="cpu")]
 
@@ -95,7 +95,7 @@ def read_reference(path):
 def compare_with_reference(rank, world_size, row, path, fault=None):
     """A task of the pool: trains on this layout, under a planted ``fault`` (or something harmless in its place); this
     rank's report of every step."""
-    from megatron.training.layout_trace import compare
+    from megatron.training.verify.layout_trace import compare
     from tests.test_utils import layout_faults
 
     planted = contextlib.nullcontext() if fault is None else getattr(layout_faults, fault)(rank)
@@ -124,7 +124,7 @@ class Matrix:
 
     def verdict(self, row, fault=None):
         """How the row compares."""
-        from megatron.training.layout_trace import TOLERANCE, judge
+        from megatron.training.verify.layout_trace import TOLERANCE, judge
 
         tolerance = {**TOLERANCE, **BANDS}[row.precision]
 

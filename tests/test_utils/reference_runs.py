@@ -53,8 +53,8 @@ def program(rank, world_size, argv, fp64, folder, save):
     """A task of the pool: a whole run. (records of metrics.jsonl, initial weights, final ones: arrays by name)."""
     from megatron.core.dist_checkpointing import CheckpointReader
     from megatron.training.arguments import parse_args
-    from megatron.training.metrics import read_metrics
-    from megatron.training.program import run
+    from megatron.training.observe.metrics import read_metrics
+    from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
 
     initial = {}

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from megatron.core.copy_engines.exchange import CopyEngines
+from megatron.core.groups.copy_engines.exchange import CopyEngines
 
 WORD_BYTES = 64
 PATIENCE_SECONDS = 30.0
@@ -37,7 +37,7 @@ class HostQueue:
 
 
 class SharedWindow:
-    """``megatron.core.copy_engines.window.Window`` over files."""
+    """``megatron.core.groups.copy_engines.window.Window`` over files."""
 
     def __init__(self, handle, num_bytes, num_words):
         rank, size = dist.get_rank(handle), dist.get_world_size(handle)

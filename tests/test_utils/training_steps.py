@@ -6,7 +6,7 @@ import functools
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.sharded_tensor import from_spec
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -16,8 +16,8 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.placement import global_name, named_specs
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.sharding.placement import global_name, named_specs
+from megatron.core.sharding.sharded_tensor import from_spec
 
 DOUBLE = torch.float64
 STEPS, BATCH, LENGTH, VOCAB = 4, 4, 8, 53

@@ -49,7 +49,7 @@ def import_everything():
     import torch
 
     for name in ("torch._dynamo", "torch.distributed.run", "megatron.training.tasks.gpt", "pretrain_gpt",
-                 "megatron.training.program"):  # fmt: skip
+                 "megatron.training.run"):  # fmt: skip
         importlib.import_module(name)
     torch.set_num_threads(1)
     gc.collect()
@@ -105,7 +105,7 @@ def program(argv, fp64=False):
 
     import pretrain_gpt
     from megatron.training.arguments import parse_args
-    from megatron.training.program import run
+    from megatron.training.run import run
     from megatron.training.tasks.gpt import GPTTask
 
     sys.argv = ["pretrain_gpt.py", *argv]

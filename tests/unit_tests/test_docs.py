@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.cli import flags_of, normalize
+from megatron.core.config.cli import flags_of, normalize
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.training.arguments import flag_specs
 from megatron.training.config.retired import RETIRED

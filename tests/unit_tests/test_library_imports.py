@@ -81,7 +81,7 @@ DEFAULTS = {
     },
     "models.gpt.gpt_layer_specs.get_gpt_layer_local_spec": {"qk_layernorm": False, "qk_l2_norm": False},
     "models.common.language_model_embedding.LanguageModelEmbedding": {"divisible_by": 128},
-    "models.common.rotary_pos_embedding.RotaryEmbedding": {"rotary_percent": 1.0, "rotary_base": 10000},
+    "attention.rotary.RotaryEmbedding": {"rotary_percent": 1.0, "rotary_base": 10000},
     "transformer.transformer_block.TransformerBlock": {"post_layer_norm": True},
     "transformer.transformer_layer.TransformerLayer": {"layer_number": 1},
     "tensor_parallel.layers.ColumnParallelLinear": {"bias": True, "gather_output": False, "skip_bias_add": False},

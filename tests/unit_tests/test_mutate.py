@@ -66,9 +66,10 @@ def test_every_change_is_of_one_line_and_applies():
 def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
     """A real one, on a module and the tests of it that need neither torch nor other processes."""
     command = [sys.executable, "tests/mutate.py", "--jobs", "1", "--coverage", str(tmp_path / "coverage")]
-    command += ["--suite", "tests/unit_tests/core/test_batch_schedule.py", "--only", "megatron/core/batch_schedule.py"]
+    command += ["--suite", "tests/unit_tests/core/schedules/test_batch_size.py"]
+    command += ["--only", "megatron/core/schedules/batch_size.py"]
     command += ["--sample", "3", "--seed", "1", "--report", str(tmp_path / "report.json")]
-    before = (ROOT / "megatron/core/batch_schedule.py").read_bytes()
+    before = (ROOT / "megatron/core/schedules/batch_size.py").read_bytes()
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     rows = json.loads((tmp_path / "report.json").read_text())["mutants"]
@@ -76,5 +77,5 @@ def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
     assert len(rows) == 3 and len(survived) < 3, done.stdout + done.stderr
     assert done.returncode == (1 if survived else 0)
     assert all("test_batch_schedule.py::" in row["test"] for row in rows if row["status"] == "caught")
-    assert (ROOT / "megatron/core/batch_schedule.py").read_bytes() == before
+    assert (ROOT / "megatron/core/schedules/batch_size.py").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coverage", "report.json"]

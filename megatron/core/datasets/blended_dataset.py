@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import MANY_SOURCES, BlendedMegatronDatasetConfig
-from megatron.core.errors import UserError
 from megatron.data import helpers
 from megatron.data.blend import check_weights, normalize
 from megatron.data.index_cache import IndexCache

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
-from megatron.core.errors import UserError
 from megatron.data.blend import Blend, Split, normalize, split_range
 
 logger = logging.getLogger(__name__)

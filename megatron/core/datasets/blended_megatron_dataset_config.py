@@ -4,7 +4,7 @@ import logging
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.data.blend import (
     DEFAULT_SPLIT,
     Blend,

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset
-from megatron.core.errors import UserError
 from megatron.data.blend import Split
 from megatron.data.gpt_index import EpochPlan, GPTIndices, build_gpt_indices, plan_epochs
 from megatron.data.helpers import count_samples

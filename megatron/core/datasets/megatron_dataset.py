@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.errors import UserError
 from megatron.data.blend import Split
 
 

@@ -1,7 +1,7 @@
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.reader import CheckpointReader, load
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.writer import save
+from megatron.core.sharding.sharded_tensor import ShardedTensor
 
 __all__ = [
     "CheckpointDamagedError", "CheckpointError", "CheckpointReader", "CheckpointWriteError", "ShardedTensor", "load",

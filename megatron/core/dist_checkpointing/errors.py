@@ -1,6 +1,6 @@
 """Errors of checkpoints. Every message names the file or tensor, and the reason."""
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 class CheckpointError(UserError):

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.errors import UserError
-from megatron.core.process_groups import Group
+from megatron.core.groups.process_groups import Group
 
 T = TypeVar("T")
 

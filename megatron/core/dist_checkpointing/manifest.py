@@ -25,7 +25,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
-from megatron.core.dist_checkpointing.sharded_tensor import DTYPES
+from megatron.core.sharding.sharded_tensor import DTYPES
 
 MANIFEST = "metadata.json"
 FORMAT = "megatron-sharded-safetensors"

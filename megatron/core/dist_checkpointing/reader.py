@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest
-from megatron.core.dist_checkpointing.sharded_tensor import DTYPES, ShardedTensor
-from megatron.core.process_groups import Group
+from megatron.core.groups.process_groups import Group
+from megatron.core.sharding.sharded_tensor import DTYPES, ShardedTensor
 
 MAX_ASSET_BYTES = 2**31
 _LISTED = 40

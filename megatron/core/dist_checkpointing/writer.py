@@ -31,8 +31,8 @@ from megatron.core.dist_checkpointing.manifest import (
     check_coverage,
     encode,
 )
-from megatron.core.dist_checkpointing.sharded_tensor import DTYPE_NAMES, ShardedTensor
-from megatron.core.process_groups import Group
+from megatron.core.groups.process_groups import Group
+from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, ShardedTensor
 
 Fault = Callable[[str], None]
 """Called with the name of each phase boundary; tests end the process there."""

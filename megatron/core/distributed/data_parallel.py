@@ -13,9 +13,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.placement import adopt_declarations
-from megatron.core.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding.parameter_shard import ParameterShard
+from megatron.core.sharding.placement import adopt_declarations
 
 
 class DataParallel(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.partial_gradients import sum_partial_gradients
-from megatron.core.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 
 
 def finalize_model_grads(

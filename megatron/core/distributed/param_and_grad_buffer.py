@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.buffer_layout import bucket_alignment, cut_buffer
-from megatron.core.collective_names import all_gather
-from megatron.core.distributed.parameter_shard import ParameterShard
+from megatron.core.distributed.buffer_layout import bucket_alignment, cut_buffer
 from megatron.core.distributed.reductions import Finish, Reduction, all_reduce, shard_of, waiting_for
-from megatron.core.process_groups import Group
+from megatron.core.groups.collective_names import all_gather
+from megatron.core.groups.process_groups import Group
+from megatron.core.sharding.parameter_shard import ParameterShard
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.core.placement import Partial, distinct_shard
-from megatron.core.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding.placement import Partial, distinct_shard
 
 _LARGE = 1 << 24
 """Elements from which a gradient is summed in its own memory instead of being packed with others."""

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.collective_names import reduce_scatter
-from megatron.core.process_groups import Group
+from megatron.core.groups.collective_names import reduce_scatter
+from megatron.core.groups.process_groups import Group
 
 Finish = Callable[[], None]
 Reduction = Callable[[Tensor, Group], Finish]

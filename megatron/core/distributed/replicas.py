@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed.data_parallel import DataParallel, unwrapped
-from megatron.core.flat_pieces import local_stretch
-from megatron.core.placement import ParameterSpec, distinct_shard, global_name
-from megatron.core.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding.flat_pieces import local_stretch
+from megatron.core.sharding.placement import ParameterSpec, distinct_shard, global_name
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HASHED_AT_ONCE = 1 << 24  # elements: a hash needs 24 bytes beside each, which a GPU that is nearly full lacks

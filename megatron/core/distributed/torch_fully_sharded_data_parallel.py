@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.parameter_shard import ParameterShard
-from megatron.core.errors import UserError
-from megatron.core.flat_pieces import local_stretch
-from megatron.core.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.flat_pieces import local_stretch
+from megatron.core.sharding.parameter_shard import ParameterShard
 
 _HALF = (torch.bfloat16, torch.float16)
 

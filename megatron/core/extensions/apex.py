@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.extensions.installed import is_installed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.extensions.installed import loaded_libraries
 
 CUDNN_LENGTHS = 128

@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.extensions.installed import is_installed
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 def filter_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:

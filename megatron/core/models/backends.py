@@ -15,19 +15,19 @@ from typing import Any
 
 from torch import nn
 
+from megatron.core.attention.context_parallel.attention import ContextParallelAttention
+from megatron.core.attention.dot_product_attention import CoreAttention, make_core_attention
+from megatron.core.attention.window import layer_window
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
-from megatron.core.errors import UserError
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.apex import ApexNormalize, ApexWeightGradient
-from megatron.core.pipeline_layout import Half
-from megatron.core.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.pipeline_parallel.stages import Half
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelOutput
-from megatron.core.transformer.attention_window import layer_window
-from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
-from megatron.core.transformer.dot_product_attention import CoreAttention, make_core_attention
 from megatron.core.transformer.norm import StreamNorm, make_norm
 from megatron.core.transformer.recompute import recomputed_modules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 

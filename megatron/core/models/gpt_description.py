@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megatron.core.transformer.attention_description import describe_attention
-from megatron.core.transformer.description import (
+from megatron.core.attention.description import describe_attention
+from megatron.core.description.model import (
     Config,
     ModelDescription,
     Op,

@@ -8,11 +8,11 @@ from torch import nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import unwrapped
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.param_groups import ParameterRule, parameter_groups, report_groups
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
 __all__ = ["MegatronOptimizer", "OptimizerConfig", "get_megatron_optimizer"]
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core import placement
-from megatron.core.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding import placement
 
 UNSHARDED = Group("unsharded")
 _BATCH = 1 << 28  # elements: 1 GB in fp32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 class ConstantGradScaler:

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, stretch_tensors
+from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.distributed.parameter_shard import ParameterShard, whole
 from megatron.core.distributed.replicas import Replica
-from megatron.core.errors import UserError
 from megatron.core.fusions.master_weights import Master, Updated, master_of
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.optimizer.clip_grads import UNSHARDED, clip_coefficient, count_zeros, is_counted_here, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, build_update_rule
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.sharding.parameter_shard import ParameterShard, whole
+from megatron.core.sharding.sharded_tensor import ShardedTensor, stretch_tensors
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
 HALF = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.extensions.apex import ApexAdam
 from megatron.core.fusions.adam import AdamGroup, AdamStep, AdamUpdate, choose_adam
 from megatron.core.fusions.master_weights import Master, Updated, opened

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward, without_pipeline

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
-from megatron.core.process_groups import Group, ProcessGroups
 
 
 class TensorShape(NamedTuple):

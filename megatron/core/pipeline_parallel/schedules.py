@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.p2p import Messages, TensorShape
@@ -28,7 +29,6 @@ from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
 from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
 from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
 
 __all__ = ["MicroBatchResult", "forward_backward_no_pipelining", "forward_backward_pipelining",
            "get_forward_backward_func"]  # fmt: skip

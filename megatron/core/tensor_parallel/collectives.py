@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron.core.collective_names import all_gather, reduce_scatter
 from megatron.core.fusions.sum_parts import sum_all
-from megatron.core.process_groups import Group
+from megatron.core.groups.collective_names import all_gather, reduce_scatter
+from megatron.core.groups.process_groups import Group
 
 
 class UnderWay(Protocol):

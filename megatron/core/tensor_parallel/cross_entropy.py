@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
-from megatron.core.process_groups import SINGLE_PROCESS, Group
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.process_groups import Group
+from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
 
 Start = Callable[[Tensor, Group], UnderWay]

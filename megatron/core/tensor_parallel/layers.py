@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
+from megatron.core.config.notices import notice
 from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
-from megatron.core.notices import notice
-from megatron.core.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.sharding.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.in_flight import InFlight, start_all_gather, start_reduce_scatter
@@ -47,7 +47,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 if TYPE_CHECKING:
-    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.config.model_parallel_config import ModelParallelConfig
 
 logger = logging.getLogger(__name__)
 

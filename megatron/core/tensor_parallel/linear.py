@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
-from megatron.core.process_groups import SINGLE_PROCESS, Group
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
 
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
 from megatron.core.tensor_parallel.linear import (

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.core.process_groups import Group
+from megatron.core.groups.process_groups import Group
 from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
 
 Collective = Callable[[Tensor, Group], Tensor]

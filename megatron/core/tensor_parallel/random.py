@@ -1,7 +1,7 @@
 """Seeds of torch's own generators, for programs and modules that draw from them.
 
 The library itself draws nothing from them: initial weights and dropout masks are functions of seed and position
-(``megatron.core.rng``) and are the same for any layout.
+(``megatron.core.random.philox``) and are the same for any layout.
 """
 
 from __future__ import annotations

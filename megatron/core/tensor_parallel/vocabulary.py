@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.core.errors import UserError
-from megatron.core.process_groups import Group
+from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import Group
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 128) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 class Tokenizer(ABC):

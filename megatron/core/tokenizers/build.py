@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from types import ModuleType
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 def is_installed(module: str) -> bool:

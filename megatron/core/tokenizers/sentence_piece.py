@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
 

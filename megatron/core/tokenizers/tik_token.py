@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.tokenizers.libraries import require
 
 

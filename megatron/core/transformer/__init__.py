@@ -1,5 +1,5 @@
 """Transformer layers and their configuration."""
 
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.config.transformer_config import MLATransformerConfig, TransformerConfig
 
 __all__ = ["MLATransformerConfig", "TransformerConfig"]

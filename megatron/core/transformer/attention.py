@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.rotary import RotaryTables
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import (
     SplitHeads,
@@ -24,23 +27,14 @@ from megatron.core.fusions.split_rotary import (
     choose_split_heads,
     choose_split_rotary,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.tensor_parallel.in_flight import InFlight
 from megatron.core.tensor_parallel.layers import StackedSize
-from megatron.core.transformer.dropout import DropoutCoordinates
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, make_norm
 from megatron.core.transformer.recompute import run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-class RotaryTables(NamedTuple):
-    """Cosines and sines [s, 1, 1, r] of the angles of each position and channel pair."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 @dataclass

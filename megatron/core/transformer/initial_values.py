@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from megatron.core.placement import Init, Normal, XavierUniform
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.sharding.placement import Init, Normal, XavierUniform
 
 
 def weight_init(config: TransformerConfig) -> Init:

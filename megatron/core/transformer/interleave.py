@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import RotaryTables
-from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.rotary import RotaryTables
+from megatron.core.random.dropout import DropoutCoordinates
 
 Walk = Generator[None, None, Tensor]
 """Computation that stops between its pieces."""

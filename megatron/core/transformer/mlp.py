@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import activation_of, is_gated
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.recompute import forget_activation
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass

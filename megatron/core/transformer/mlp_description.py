@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.core.transformer.description import (
+from megatron.core.description.model import (
     Config,
     Op,
     Piece,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, module_tensors
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 
 
 class MegatronModule(nn.Module):

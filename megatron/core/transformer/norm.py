@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
-from megatron.core.placement import Ones, Zeros, parameter
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.sharding.placement import Ones, Zeros, parameter
 
 
 class StreamNorm(nn.Module):

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.errors import UserError
-from megatron.core.process_groups import Group, ProcessGroups
+from megatron.core.config.errors import UserError
+from megatron.core.config.memory import RECOMPUTED_MODULES, RecomputeConfig
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim, split_along_first_dim
-from megatron.core.transformer.memory_config import RECOMPUTED_MODULES, RecomputeConfig
 
 Run = Callable[..., Any]
 """``run(function, *args)`` is ``function(*args)`` with a choice of what is kept for backward."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 
 
 @dataclass

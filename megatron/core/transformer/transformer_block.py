@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.errors import UserError
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_layout import half_layers_of, layers_of
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.transformer.attention import RotaryTables
-from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.rotary import RotaryTables
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.pipeline_parallel.stages import half_layers_of, layers_of
+from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.transformer.interleave import Surroundings, can_be_halved, run_interleaved
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 

@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_layout import Half
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.rotary import RotaryTables
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.pipeline_parallel.stages import Half
+from megatron.core.random.dropout import DropoutCoordinates, NoDropout, dropout_is_fused, make_dropout
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import RotaryTables
-from megatron.core.transformer.dropout import DropoutCoordinates, NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.interleave import Surroundings, Walk
 from megatron.core.transformer.norm import StreamNorm
 from megatron.core.transformer.recompute import forget_norms, run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass

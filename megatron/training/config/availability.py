@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.cli import FlagSpec, Problem
+from megatron.core.config.cli import FlagSpec, Problem
 
 
 @dataclass(frozen=True)

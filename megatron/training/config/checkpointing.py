@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import NonNegativeInt, PositiveInt
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import NonNegativeInt, PositiveInt
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import Dim, Range, Share
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import Dim, Range, Share
 
 
 def parse_split(text: str) -> list[float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import Minutes, NumRanks, PositiveInt, Range
-from megatron.training.launcher import local_rank
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import Minutes, NumRanks, PositiveInt, Range
+from megatron.training.config.launcher import local_rank
 
 
 @dataclass(kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import Iterations, NonNegativeFloat, PositiveFloat, Probability, Range, Samples
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import Iterations, NonNegativeFloat, PositiveFloat, Probability, Range, Samples
 
 
 @dataclass(kw_only=True)

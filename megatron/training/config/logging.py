@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import PositiveInt, Range
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import PositiveInt, Range
 
 
 @dataclass(kw_only=True)

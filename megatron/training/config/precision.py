@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megatron.core.ranges import PositiveFloat, Range
+from megatron.core.config.ranges import PositiveFloat, Range
 
 
 @dataclass(kw_only=True)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.cli import derived
-from megatron.core.model_parallel_config import ParallelismConfig, PrecisionConfig, dtype_of
-from megatron.core.pipeline_layout import PipelineConfig
-from megatron.core.transformer.attention_config import AttentionConfig
-from megatron.core.transformer.fp8_config import Fp8Config
-from megatron.core.transformer.memory_config import RecomputeConfig
-from megatron.core.transformer.mla_config import MlaConfig
-from megatron.core.transformer.moe_config import MoeConfig
-from megatron.core.transformer.network_config import InitializationConfig, NetworkSizeConfig
+from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.cli import derived
+from megatron.core.config.fp8 import Fp8Config
+from megatron.core.config.memory import RecomputeConfig
+from megatron.core.config.mla import MlaConfig
+from megatron.core.config.model_parallel_config import ParallelismConfig, PrecisionConfig, dtype_of
+from megatron.core.config.moe import MoeConfig
+from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
+from megatron.core.config.pipeline import PipelineConfig
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig

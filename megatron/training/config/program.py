@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.ranges import NumRanks
+from megatron.core.config.ranges import NumRanks
 
 
 @dataclass(kw_only=True)

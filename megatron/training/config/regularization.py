@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.ranges import NonNegativeFloat, Probability, Share
+from megatron.core.config.ranges import NonNegativeFloat, Probability, Share
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from megatron.core.cli import Problem, Segment, segments
+from megatron.core.config.cli import Problem, Segment, segments
 
 OPERANDS = "*"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import Dim, Range
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import Dim, Range
 
 
 @dataclass(kw_only=True)

@@ -6,8 +6,8 @@ import signal
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron.core.cli import flag
-from megatron.core.ranges import Batch, Iterations, Minutes, NonNegativeInt, PositiveInt, Range, Samples
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import Batch, Iterations, Minutes, NonNegativeInt, PositiveInt, Range, Samples
 
 
 def parse_signal(text: str) -> signal.Signals:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.core.cli import flag
-from megatron.core.ranges import Batch, Iterations, NonNegativeInt, PositiveInt
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import Batch, Iterations, NonNegativeInt, PositiveInt
 
 
 @dataclass(kw_only=True)

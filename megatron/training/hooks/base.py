@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
 
 

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook, RunInfo
@@ -19,8 +19,8 @@ from megatron.training.hooks.progress import ProgressHook
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock, TimersHook
-from megatron.training.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
-from megatron.training.throughput import Throughput
+from megatron.training.observe.metrics import METRICS_FILE, TIMING_FILE, MetricsFile, metrics_directory
+from megatron.training.observe.throughput import Throughput
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import TextIO
 
-from megatron.training.exit_conditions import every
+from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import Interval, IntervalSummary
-from megatron.training.metrics import EvalResult, StepMetrics
-from megatron.training.throughput import Throughput, cuda_memory_megabytes
+from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.throughput import Throughput, cuda_memory_megabytes
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.training.exit_conditions import every
+from megatron.training.config.launcher import local_rank
+from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook
-from megatron.training.launcher import local_rank
-from megatron.training.metrics import StepMetrics
+from megatron.training.observe.metrics import StepMetrics
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)

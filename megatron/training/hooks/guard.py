@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)

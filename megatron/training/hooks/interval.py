@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from megatron.training.exit_conditions import is_log_iteration
-from megatron.training.metrics import StepMetrics, materialize
+from megatron.training.exits.conditions import is_log_iteration
+from megatron.training.observe.metrics import StepMetrics, materialize
 from megatron.training.train_state import TrainState
 
 

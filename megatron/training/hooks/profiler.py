@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron.core.errors import UserError
-from megatron.training.exit_conditions import every
+from megatron.core.config.errors import UserError
+from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.metrics import StepMetrics
+from megatron.training.observe.metrics import StepMetrics
 from megatron.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import Interval, IntervalSummary
 from megatron.training.hooks.timing import Clock
-from megatron.training.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
+from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
 from megatron.training.train_state import TrainState
 
 

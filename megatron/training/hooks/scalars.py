@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.hooks.console import perplexity
-from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.core.errors import UserError
-from megatron.training.exit_conditions import every
+from megatron.core.config.errors import UserError
+from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import Interval, Step
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock
-from megatron.training.metrics import EvalResult, MetricsFile, StepMetrics, from_record, read_metrics
+from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, from_record, read_metrics
 from megatron.training.train_state import TrainState
 
 try:

@@ -8,8 +8,8 @@ from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import stdout_logger
 from megatron.training.hooks.interval import Interval, IntervalSummary
-from megatron.training.metrics import StepMetrics
-from megatron.training.throughput import Throughput, memory_bytes
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.observe.throughput import Throughput, memory_bytes
 from megatron.training.train_state import TrainState
 
 

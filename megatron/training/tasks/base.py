@@ -6,7 +6,7 @@ To train something of your own, subclass :class:`Task`, or pass the same five fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.timers import Timers
@@ -14,10 +14,10 @@ from megatron.core.timers import Timers
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megatron.core.transformer.description import ModelDescription
+    from megatron.core.description.model import ModelDescription
     from megatron.training.config.pretrain_config import PretrainConfig
-
-NumSamples = tuple[int | None, int | None, int | None]
+from megatron.training.data.datasets import NumSamples
+from megatron.training.hooks.base import Hook
 
 
 class Task:
@@ -53,6 +53,10 @@ class Task:
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Tensor, Callable]:
         """One forward pass: the output, and a function of the output that gives :meth:`loss_func`'s triple."""
         raise NotImplementedError
+
+    def hooks(self) -> Sequence[Hook]:
+        """Observers of the loop that the task needs; they come before all others."""
+        return ()
 
     def description(self) -> ModelDescription | None:
         """What the model is made of; parameter counts, FLOPs and self-checks follow from it. None when unknown."""

@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.errors import UserError
+from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt_description import describe_run
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_layout import pipeline_stages
-from megatron.core.transformer.description import ModelDescription
+from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.datasets import check_tokenizer_of_data, data_source_options
+from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.data.datasets import NumSamples, check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
-from megatron.training.tasks.base import NumSamples, Task
-from megatron.training.utils import get_batch_on_this_cp_rank, to_device
+from megatron.training.tasks.base import Task
 
 
 class GPTTask(Task):

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.endings import tell_launcher
-from megatron.training.rendezvous import Arrival
+from megatron.training.exits.endings import tell_launcher
+from megatron.training.start.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.neighbours import Neighbours
 from megatron.training.watchdog.progress import STARTING, Beat, Progress

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.training.rendezvous import Arrival, Place
+from megatron.training.start.rendezvous import Arrival, Place
 
 ABORT_SECONDS = 2.0
 """For a process to write its stacks; a core dump may take longer than anybody wants to wait."""

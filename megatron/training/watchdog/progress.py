@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
 

@@ -9,12 +9,12 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
+from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.endings import message_of, say, tell_launcher
+from megatron.training.exits.endings import message_of, say, tell_launcher
 from megatron.training.initialize import world_size_from_environment
-from megatron.training.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
-from megatron.training.trainer import Components
+from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
 from megatron.training.watchdog.board import Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor

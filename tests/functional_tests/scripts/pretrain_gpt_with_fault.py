@@ -17,7 +17,7 @@ def raise_an_error():
 
 
 def find_bad_data():
-    from megatron.core.errors import UserError
+    from megatron.core.config.errors import UserError
 
     raise UserError("--data-path x: document 7 is damaged; make it again")
 
@@ -128,7 +128,7 @@ FAULTS = {
 
 def shorten_collectives(minutes):
     """--distributed-timeout-minutes, less than the flag can say."""
-    from megatron.training import program
+    from megatron.training import run as program
 
     validate = program.validate_args
     program.validate_args = lambda *args: dataclasses.replace(validate(*args), distributed_timeout_minutes=minutes)
@@ -138,7 +138,7 @@ def plant(fault):
     """Puts the fault into the third training batch, the second evaluation batch, a save, or the start."""
     import torch
 
-    from megatron.training.checkpointing import Checkpointer
+    from megatron.training.checkpoint.checkpointer import Checkpointer
     from megatron.training.tasks.gpt import GPTTask
 
     get_batch, save, loss_func = GPTTask.get_batch, Checkpointer.save, GPTTask.loss_func

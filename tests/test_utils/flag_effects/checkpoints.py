@@ -163,7 +163,7 @@ CHECKPOINTS = [
     row("--pretrained-checkpoint {checkpoint}", iterations(1, 2), changes("initial")),
     row("--no-load-optim", iterations(3), fresh_moments, keeps("initial"), base=LOAD),
     row("--no-load-rng", gives(lambda run: run.called["set_rng_state"], 0), base=LOAD,
-        count=("megatron.training.checkpointing:set_rng_state",)),
+        count=("megatron.training.checkpoint.checkpointer:set_rng_state",)),
     row("--use-checkpoint-args", accepts, gives(modules("TransformerLayer"), 2), base=LOAD, without=ARCHITECTURE),
     row("--no-use-tokenizer-model-from-checkpoint-args", stops("tokenizer"),
         base=f"{LOAD} --use-checkpoint-args --vocab-size 65"),
@@ -213,6 +213,6 @@ LOGS = [
     Probe("--memory-snapshot-path m.pickle", snapshot, ["m.pickle"], base="--record-memory-history"),
     Probe("--watchdog-timeout-seconds 7", patience, 7.0),
     row("--check-replicas 1", gives(lambda run: run.called["check_replicas"], 4), base="--train-iters 4",
-        ranks=2, count=("megatron.training.self_checks:check_replicas",)),
+        ranks=2, count=("megatron.training.checks.self_checks:check_replicas",)),
 ]  # fmt: skip
 ROWS = [*CHECKPOINTS, *LOGS]

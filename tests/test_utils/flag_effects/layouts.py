@@ -110,7 +110,7 @@ def attention_kernel(cfg):
     """The kernel of a machine with a Hopper GPU and both versions of the flash-attn package."""
     import dataclasses
 
-    from megatron.core.transformer.attention_kernels import choose_kernel, request_of
+    from megatron.core.attention.choose import choose_kernel, request_of
     from megatron.training.arguments import core_transformer_config_from_args
 
     request = request_of(core_transformer_config_from_args(cfg), 1)

@@ -36,7 +36,7 @@ def observe(rank, world_size, argv, out, count=(), pretend=None):
         count: functions to count calls of, as ``module:attribute``.
         pretend: name of a function of ``pretences.py``: what is different around the run.
     """
-    from megatron.training import program
+    from megatron.training import run as program
     from tests.test_utils.flag_effects import pretences
 
     run = Run(rank=rank)
@@ -117,7 +117,7 @@ def _watch(stack, run, count):
     import torch.distributed as dist
 
     from megatron.core import parallel_state
-    from megatron.training import program
+    from megatron.training import run as program
 
     build = program.build_components
 
@@ -151,13 +151,13 @@ class _Recorder:
         self.run = run
 
     def on_step(self, state, metrics):
-        from megatron.training.metrics import materialize, train_record
+        from megatron.training.observe.metrics import materialize, train_record
 
         materialize([metrics])
         self.run.records.append(train_record(state.iteration, state.consumed_train_samples, metrics))
 
     def on_evaluate(self, state, results):
-        from megatron.training.metrics import eval_record
+        from megatron.training.observe.metrics import eval_record
 
         records = [eval_record(state.iteration, state.consumed_train_samples, result) for result in results]
         self.run.records += records
@@ -237,7 +237,7 @@ def _moments(parts):
 
 
 def _weights(parts):
-    from megatron.training.layout_trace import weight_shards
+    from megatron.training.verify.layout_trace import weight_shards
 
     return {shard.name: shard.local.detach().clone() for shard in weight_shards(parts)}
 

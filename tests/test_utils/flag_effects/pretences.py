@@ -23,7 +23,7 @@ def kernels():
 @contextlib.contextmanager
 def clock_of_half_minutes():
     """Every look at the clock that exits go by finds half a minute more."""
-    from megatron.training import exit_conditions
+    from megatron.training.exits import conditions as exit_conditions
 
     class Clock:
         now = 0.0
@@ -73,6 +73,6 @@ def _signalled(number, before=signal.SIG_IGN):
 def full_disk():
     """No checkpoint can be written."""
     from megatron.core.dist_checkpointing.errors import CheckpointError
-    from megatron.training import checkpointing
+    from megatron.training.checkpoint import checkpointer as checkpointing
 
     return mock.patch.object(checkpointing.writer, "save", side_effect=CheckpointError("no space left on device"))

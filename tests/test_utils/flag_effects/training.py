@@ -80,7 +80,7 @@ def graphs(cfg):
     """Who runs the micro-batches on a GPU, and after how many iterations a graph is recorded."""
     import torch
 
-    from megatron.training import cuda_graphs
+    from megatron.training.start import cuda_graphs
 
     with mock.patch.object(torch.cuda, "Stream"):
         chosen = cuda_graphs.make_forward_backward(cfg, torch.device("cuda"))

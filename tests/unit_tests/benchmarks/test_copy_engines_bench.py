@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.bench_copy_engines import collectives, largest_differences
-from megatron.core.process_groups import Group
+from megatron.core.groups.process_groups import Group
 from tests.test_utils.shared_window import engines_over_shared_memory
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.core import mpu, parallel_state
-from megatron.core.process_groups import RankGrid, build_process_groups
+from megatron.compat import mpu
+from megatron.core import parallel_state
+from megatron.core.groups.process_groups import RankGrid, build_process_groups
 
 
 def test_dense_groups_of_the_documented_example():

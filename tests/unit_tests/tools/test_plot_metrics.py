@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.training.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
+from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, eval_record, train_record
 from tools import plot_metrics
 from tools.plot_metrics import Series, labels_of, load, main, panels_of, smoothed, text_chart
 

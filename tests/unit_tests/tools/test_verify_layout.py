@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.core.pipeline_layout import virtual_pipeline_size
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args
 from tools import verify_layout
 

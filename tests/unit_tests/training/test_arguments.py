@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.cli import ConfigError
+from megatron.core.config.cli import ConfigError
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.training.arguments import (
     config_to_dict,

@@ -12,8 +12,8 @@ import signal
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointDamagedError, CheckpointError, writer
-from megatron.training.checkpoint_files import find_checkpoint, read_tracker
-from megatron.training.checkpoint_lock import SaveLock
+from megatron.training.checkpoint.files import find_checkpoint, read_tracker
+from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.train_state import TrainState
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
 

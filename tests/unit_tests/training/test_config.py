@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.cli import ConfigError
+from megatron.core.config.attention import parse_layer_pattern, parse_window
+from megatron.core.config.cli import ConfigError
+from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.config.transformer_config import default_ffn_hidden_size
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.attention_config import parse_layer_pattern, parse_window
-from megatron.core.transformer.transformer_config import default_ffn_hidden_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.training import parse_signal
 
@@ -28,8 +28,8 @@ def fields_of(cls):
 
 def test_importing_configurations_needs_no_torch():
     program = (
-        "import sys, megatron.core.transformer.transformer_config, megatron.training.config.pretrain_config\n"
-        "import megatron.core.model_parallel_config\n"
+        "import sys, megatron.core.config.transformer_config, megatron.training.config.pretrain_config\n"
+        "import megatron.core.config.model_parallel_config\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)

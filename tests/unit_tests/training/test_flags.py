@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.core.cli import flag_table, normalize
+from megatron.core.config.cli import flag_table, normalize
 from megatron.training.arguments import flag_specs
 from megatron.training.config.availability import NO_EFFECT, NOT_YET
 from megatron.training.config.elsewhere import ELSEWHERE, REMOVED

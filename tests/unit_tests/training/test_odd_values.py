@@ -3,13 +3,13 @@ number. Through the whole of ``--dry-run``, in one process."""
 
 import pytest
 
-from megatron.core.cli import ConfigError
-from megatron.core.ranges import Range
+from megatron.core.config.cli import ConfigError
+from megatron.core.config.ranges import Range
 from megatron.training.arguments import flag_specs, parse_args
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.training import TrainingConfig
 from megatron.training.config.validation import ValidationConfig
-from megatron.training.dry_run import preflight
+from megatron.training.report.dry_run import preflight
 
 TINY = [
     "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
 from megatron.core.tokenizers.libraries import require
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import READ_BYTES, Part, open_parquet
-from megatron.core.errors import UserError
 from megatron.core.tokenizers.libraries import is_installed, require
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"

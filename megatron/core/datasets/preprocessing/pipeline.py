@@ -24,6 +24,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import InputFile, Part, find_inputs, part_bytes, parts_of
 from megatron.core.datasets.preprocessing.progress import Progress
 from megatron.core.datasets.preprocessing.sentences import make_splitter
@@ -37,7 +38,6 @@ from megatron.core.datasets.preprocessing.worker import (
     shard_prefix,
     start_process,
 )  # fmt: skip
-from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder

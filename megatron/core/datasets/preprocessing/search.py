@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, parts_of
 from megatron.core.datasets.preprocessing.lines import rows_of
 from megatron.core.datasets.preprocessing.pipeline import TokenizerBuilder, preprocess
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
-from megatron.core.errors import UserError
 
 logger = logging.getLogger(__name__)
 

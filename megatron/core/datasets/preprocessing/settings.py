@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron.core.cli import flag
+from megatron.core.config.cli import flag
 
 
 @dataclass(kw_only=True)

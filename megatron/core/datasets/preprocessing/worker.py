@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import Part
 from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
 from megatron.core.datasets.preprocessing.sentences import make_splitter
-from megatron.core.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder

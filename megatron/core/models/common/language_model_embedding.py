@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.placement import parameter
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.random.dropout import DropoutCoordinates, dropout_is_fused, make_dropout
+from megatron.core.sharding.placement import parameter
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
-from megatron.core.transformer.dropout import DropoutCoordinates, dropout_is_fused, make_dropout
 from megatron.core.transformer.initial_values import embedding_init
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class PositionEmbedding(nn.Module):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.core.errors import UserError
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import Backend, get_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 _FOLLOWS_FROM_CONFIG = {"normalization", "moe_use_legacy_grouped_gemm", "use_te_op_fuser", "use_kitchen", "vp_stage"}

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 
 from megatron.core import parallel_state
-from megatron.core.context_parallel import zigzag
-from megatron.core.errors import UserError
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, yarn_scaling
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_layout import half_layers_of, pipeline_stages
-from megatron.core.placement import ParameterSpec, Partial, initialize_parameters
-from megatron.core.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.rng import DropoutStream
+from megatron.core.pipeline_parallel.stages import half_layers_of, pipeline_stages
+from megatron.core.random.dropout import DropoutCoordinates
+from megatron.core.random.philox import DropoutStream
+from megatron.core.sharding.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.dropout import DropoutCoordinates
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import can_be_cut
 
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]

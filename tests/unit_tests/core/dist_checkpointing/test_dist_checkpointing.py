@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import manifest as manifest_module
 from megatron.core.dist_checkpointing import reader as reader_module
 from megatron.core.dist_checkpointing import save as save_state
 from megatron.core.dist_checkpointing import writer as writer_module
-from megatron.core.dist_checkpointing.sharded_tensor import module_tensors, replicated
+from megatron.core.sharding.sharded_tensor import module_tensors, replicated
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,

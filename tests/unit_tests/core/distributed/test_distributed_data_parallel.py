@@ -11,7 +11,7 @@ from megatron.core.distributed import (
     check_replicas,
     finalize_model_grads,
 )
-from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 
 SAMPLES, WIDTH = 12, 6
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.apex import ApexAdam, ApexNormalize, ApexWeightGradient
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import describe_choices
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.process_groups import SINGLE_PROCESS
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils import fake_apex
 from tests.test_utils.training_steps import give_main_grad
 

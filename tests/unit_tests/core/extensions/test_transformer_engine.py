@@ -5,19 +5,19 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear, kernel_variables
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import describe_choices
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.core.transformer.spec_utils import build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils import fake_transformer_engine
 
 VOCAB, LENGTH, BATCH = 40, 12, 2

@@ -8,14 +8,14 @@ import inspect
 import pytest
 import torch
 
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.extensions.transformer_engine import load_transformer_engine, transformer_engine_is_installed
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.process_groups import SINGLE_PROCESS
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils import fake_transformer_engine
 
 pytestmark = pytest.mark.gpu

@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
-from megatron.core.rng import DropoutStream
-from megatron.core.transformer import dropout
-from megatron.core.transformer.dropout import Dropout, DropoutCoordinates
+from megatron.core.random import dropout
+from megatron.core.random.dropout import Dropout, DropoutCoordinates
+from megatron.core.random.philox import DropoutStream
 from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
 
 STREAM, SITE = DropoutStream(7), ("layer", 3, "x")

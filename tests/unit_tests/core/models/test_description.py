@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 LLAMA_3_8B = TransformerConfig(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, swiglu=True,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.rng import DropoutStream
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.random.philox import DropoutStream
 
 pytestmark = pytest.mark.gpu
 

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -13,10 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.placement import unique_parameter_count
-from megatron.core.process_groups import SINGLE_PROCESS, Group
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.sharding.placement import unique_parameter_count
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 VOCAB, LENGTH, BATCH = 50, 12, 3

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron.core.models.common.rotary_pos_embedding import Llama3Scaling, RotaryEmbedding, YarnScaling, yarn_scaling
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, YarnScaling, yarn_scaling
+from megatron.core.config.transformer_config import TransformerConfig
 
 
 def test_plain_frequencies_and_tables():

@@ -12,9 +12,9 @@ from megatron.core.distributed import (
     check_replicas,
     finalize_model_grads,
 )
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.placement import Normal, Shard, Zeros, initialize_parameters, parameter
-from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.sharding.placement import Normal, Shard, Zeros, initialize_parameters, parameter
 
 SAMPLES, WIDTH, OUT = 12, 5, 3
 
@@ -102,7 +102,7 @@ def trained(rank, world, kind, options, instances=1, dtype=torch.float64, steps=
         ddp(batch(99))  # an evaluation between two steps
         ddp.train()
         history.append((gradients, norm, zeros, optimizer.params_norm()))
-    from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
+    from megatron.core.sharding.sharded_tensor import module_tensors
 
     state = pieces(optimizer.sharded_tensors().values()), pieces(module_tensors(ddp.module, groups=groups).values())
     assert check_replicas([ddp], groups, optimizer.replicas()) == []

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from megatron.core.dist_checkpointing import load, save
-from megatron.core.dist_checkpointing.sharded_tensor import module_tensors
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.sharding.sharded_tensor import module_tensors
 
 FORMATS = {
     "remainders": {},

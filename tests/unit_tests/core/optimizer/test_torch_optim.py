@@ -6,9 +6,9 @@ from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import get_optimizer_param_scheduler
+from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.program import common_fields
+from megatron.training.run import common_fields
 
 STEPS = 10
 SIZES = (

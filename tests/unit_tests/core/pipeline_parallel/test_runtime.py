@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.p2p import Messages, TensorShape
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
-from megatron.core.placement import Ones
-from megatron.core.process_groups import SINGLE_PROCESS
+from megatron.core.sharding.placement import Ones
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
 WIDTH, BATCHES = 4, 3

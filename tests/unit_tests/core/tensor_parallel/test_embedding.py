@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.placement import Normal, initialize_parameters, named_specs
+from megatron.core.sharding.placement import Normal, initialize_parameters, named_specs
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, VocabParallelOutput
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils.training_steps import assembled, shards
 
 

@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core import parallel_state
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.placement import Normal, initialize_parameters, local_chunk, local_view, named_specs
+from megatron.core.sharding.placement import Normal, initialize_parameters, local_chunk, local_view, named_specs
 from megatron.core.tensor_parallel import VocabParallelEmbedding, padded_vocab_size, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 DOUBLE = torch.float64
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core import parallel_state
-from megatron.core.placement import Replicate, named_specs
+from megatron.core.sharding.placement import Replicate, named_specs
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": True}

@@ -6,14 +6,14 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from megatron.core.attention.rotary import RotaryEmbedding
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions import activations, dispatch, residual_norm, split_rotary
-from megatron.core.models.common.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.rng import DropoutStream
-from megatron.core.transformer import dropout as dropout_module
-from megatron.core.transformer.dropout import DropoutCoordinates
+from megatron.core.random import dropout as dropout_module
+from megatron.core.random.dropout import DropoutCoordinates
+from megatron.core.random.philox import DropoutStream
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils.kernels import DEVICE
 
 LLAMA = {"normalization": "RMSNorm", "swiglu": True, "num_query_groups": 2, "add_bias_linear": False}

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core import parallel_state
-from megatron.core.process_groups import SINGLE_PROCESS
-from megatron.core.transformer.memory_config import RecomputeConfig
+from megatron.core.config.memory import RecomputeConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer.recompute import keep, layer_runs, recomputed_modules
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
+from megatron.core.attention.dot_product_attention import SDPAttention, UnfusedAttention, make_core_attention
+from megatron.core.attention.masks import document_mask, hidden_mask
+from megatron.core.attention.window import layer_window
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
-from megatron.core.placement import Normal, XavierUniform
-from megatron.core.rng import DropoutStream
-from megatron.core.transformer.attention_masks import document_mask, hidden_mask
-from megatron.core.transformer.attention_window import layer_window
-from megatron.core.transformer.dot_product_attention import SDPAttention, UnfusedAttention, make_core_attention
-from megatron.core.transformer.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
+from megatron.core.random.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
+from megatron.core.random.philox import DropoutStream
+from megatron.core.sharding.placement import Normal, XavierUniform
 from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, can_be_cut
 
 DOUBLE = torch.float64

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megatron.training.exit_conditions import every
+from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import RunInfo
-from megatron.training.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
 
 BATCH, TOKENS = 8, 512

@@ -12,7 +12,7 @@ from megatron.training.hooks import build_hooks
 from megatron.training.hooks.build import wandb_options
 from megatron.training.hooks.guard import Guarded
 from megatron.training.hooks.profiler import ProfilerHook
-from megatron.training.metrics import read_metrics
+from megatron.training.observe.metrics import read_metrics
 
 
 def names_of(cfg, run):

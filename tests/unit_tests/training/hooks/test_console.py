@@ -19,8 +19,8 @@ from megatron.training.hooks.console import (
     training_line,
 )
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
-from megatron.training.metrics import EvalResult, StepMetrics
-from megatron.training.throughput import Throughput
+from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.throughput import Throughput
 from megatron.training.train_state import TrainState
 
 NOW = datetime(2026, 1, 31, 12, 0, 0, 0)

@@ -6,8 +6,8 @@ from megatron.core.timers import Timers
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.timing import Clock, TimersHook
-from megatron.training.metrics import MetricsFile, read_metrics
-from megatron.training.throughput import Throughput
+from megatron.training.observe.metrics import MetricsFile, read_metrics
+from megatron.training.observe.throughput import Throughput
 
 
 def recorder(path, log_interval=5, trains=True):

@@ -12,8 +12,8 @@ from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.hooks.timing import Clock
-from megatron.training.metrics import EvalResult, MetricsFile
-from megatron.training.throughput import Throughput
+from megatron.training.observe.metrics import EvalResult, MetricsFile
+from megatron.training.observe.throughput import Throughput
 
 
 @pytest.fixture(autouse=True)

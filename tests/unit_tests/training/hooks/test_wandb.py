@@ -13,7 +13,7 @@ from megatron.core.timers import Timers  # noqa: E402
 from megatron.training.hooks.scalars import Tags  # noqa: E402
 from megatron.training.hooks.timing import Clock  # noqa: E402
 from megatron.training.hooks.wandb_ import WandbHook  # noqa: E402
-from megatron.training.throughput import Throughput  # noqa: E402
+from megatron.training.observe.throughput import Throughput  # noqa: E402
 
 BLOCK, HEADER = 32768, 7  # LevelDB's log format, which a .wandb file is: blocks of (crc 4, length 2, type 1, bytes)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[4]
 CRASH = """
 from megatron.training.arguments import parse_args
-from megatron.training.program import run
+from megatron.training.run import run
 
 def read_a_file_that_was_cut(*args):
     import os, signal

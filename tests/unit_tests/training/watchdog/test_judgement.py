@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.training.rendezvous import Arrival
+from megatron.training.start.rendezvous import Arrival
 from megatron.training.watchdog.board import Answer, Board, Failure, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.monitor import Limits, Monitor

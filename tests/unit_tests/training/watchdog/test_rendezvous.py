@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megatron.training.rendezvous import Arrival, Place, RendezvousError, machine_identity, open_store, roll_call
+from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, machine_identity, open_store, roll_call
 from megatron.training.watchdog.neighbours import Neighbours, Presence, Process, find_neighbours, find_process
 
 

@@ -7,10 +7,10 @@ import os
 
 import pytest
 
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing import pipeline, worker
 from megatron.core.datasets.preprocessing.pipeline import preprocess
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
-from megatron.core.errors import UserError
 from megatron.core.tokenizers import build_tokenizer
 from tests.test_utils.preprocessing import BYTES, DOCUMENTS, compressed, jsonl, pair, run, texts
 

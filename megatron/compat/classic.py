@@ -1,0 +1,245 @@
+"""The call of third-party entry scripts: ``pretrain(datasets_provider, model_provider, model_type, forward_step)``.
+
+The functions become a :class:`Task`; the loop is the same. Scripts read their settings through ``get_args()``: a plain
+namespace with every setting, the script's own flags, and the names that older scripts expect beside them. The objects
+of the running program live in a context variable.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from megatron.compat.batch_position import BatchPositionHook
+from megatron.compat.num_microbatches_calculator import follow_batch_schedule
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
+from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
+from megatron.core.timers import Timers
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.elsewhere import ELSEWHERE
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.datasets import NumSamples
+from megatron.training.hooks.base import Hook
+from megatron.training.initialize import (
+    configure_logging,
+    rank_from_environment,
+    training_device,
+    world_size_from_environment,
+)
+from megatron.training.initialize import initialize_megatron as bring_up
+from megatron.training.run import run
+from megatron.training.start.parallelize import build_model, parallelize
+from megatron.training.tasks.base import Task
+
+
+@dataclass
+class _Program:
+    args: Namespace
+    tokenizer: Any
+    timers: Timers
+    cfg: PretrainConfig
+
+
+NOT_AVAILABLE_ARGS: dict[str, Any] = {
+    "use_legacy_models": False,
+    "use_mcore_models": True,
+    "moe_use_legacy_grouped_gemm": False,
+    "renormalize_blend_weights": True,
+    "s3_cache_path": None,
+    **dict.fromkeys(name.replace("-", "_") for name in sorted(ELSEWHERE)),
+}
+"""Names that scripts read although no flag sets them here: capabilities that are off."""
+
+_PROGRAM: ContextVar[_Program] = ContextVar("megatron_program")
+
+
+def _program() -> _Program:
+    try:
+        return _PROGRAM.get()
+    except LookupError:
+        raise RuntimeError("no program is running: call pretrain() or initialize_megatron() first") from None
+
+
+def get_args() -> Namespace:
+    """Every setting of the running program, and the flags its script added."""
+    return _program().args
+
+
+def get_tokenizer() -> Any:
+    """The tokenizer of the running program."""
+    return _program().tokenizer
+
+
+def get_timers() -> Timers:
+    """The timers of the running program."""
+    return _program().timers
+
+
+def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
+    """A resolved configuration under the names that entry scripts read."""
+    values = {**NOT_AVAILABLE_ARGS, **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
+    values.update(cfg.extra)
+    values.update(
+        rank=rank_from_environment(),
+        local_rank=cfg.local_rank,
+        params_dtype=cfg.params_dtype,
+        iteration=0,
+        consumed_train_samples=0,
+        consumed_valid_samples=0,
+        virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
+    )
+    if tokenizer is not None:
+        values["vocab_size"] = tokenizer.vocab_size
+        values["padded_vocab_size"] = cfg.padded_vocab_size or padded_vocab_size(
+            tokenizer.vocab_size, cfg.make_vocab_size_divisible_by
+        )
+    return Namespace(**values)
+
+
+class ClassicTask(Task):
+    """A task made of the functions that an entry script passes."""
+
+    def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
+        super().__init__(cfg, tokenizer)
+        self.functions = functions
+        self._sample_index: Any = None
+        _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg))
+        follow_batch_schedule(cfg, cfg.data_parallel_size)
+
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> nn.Module:
+        """The script's model. Dropout masks of a model that can take ``sample_index`` become functions of the data,
+        although such scripts do not pass it on: training resumes bit for bit."""
+        provider = self.functions["model_provider"]
+        stage = {"vp_stage": vp_stage} if vp_stage is not None and "vp_stage" in signature(provider).parameters else {}
+        model = provider(pre_process=pre_process, post_process=post_process, **stage)
+        if "sample_index" in signature(model.forward).parameters:
+            model.register_forward_pre_hook(self._pass_sample_index, with_kwargs=True)
+        return model
+
+    def hooks(self) -> Sequence[Hook]:
+        """``get_num_microbatches()``, which scripts ask, follows the batch that is trained."""
+        return [BatchPositionHook(self.cfg)]
+
+    def _pass_sample_index(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if kwargs.get("sample_index") is None and self._sample_index is not None:
+            kwargs = {**kwargs, "sample_index": self._sample_index.to(training_device(), non_blocking=True)}
+        return args, kwargs
+
+    def _remembering(self, data_iterator: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the current one's sample indices are kept for the model."""
+        while (batch := next(data_iterator, None)) is not None:
+            self._sample_index = batch.get("sample_index") if isinstance(batch, Mapping) else None
+            yield batch
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+        """The script's data sets."""
+        return self.functions["datasets_provider"](list(num_samples))
+
+    def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
+        """The script's forward step."""
+        self._sample_index = None
+        batches = None if data_iterator is None else self._remembering(data_iterator)
+        return self.functions["forward_step"](batches, model)
+
+
+_NEEDS_NOTHING = {"get_embedding_ranks", "get_position_embedding_ranks", "store", "inprocess_call_wrapper"}
+
+
+def pretrain(
+    train_valid_test_dataset_provider: Callable,
+    model_provider: Callable,
+    model_type: ModelType,
+    forward_step_func: Callable,
+    process_non_loss_data_func: Callable | None = None,
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    hooks: Sequence[Hook] = (),
+    **optional: Any,
+) -> None:
+    """Parses ``sys.argv`` and trains what the four functions describe; leaves the process with the exit code if not 0.
+
+    Args:
+        train_valid_test_dataset_provider: ``[train, valid, test sample counts] -> (train, valid, test)``.
+        model_provider: ``(pre_process, post_process) -> nn.Module``.
+        model_type: kept for the signature; one loop trains every type.
+        forward_step_func: ``(data_iterator, model) -> (output, loss_func)``.
+        process_non_loss_data_func: not available yet; anything but None is refused.
+        extra_args_provider: adds the script's own flags to the parser.
+        args_defaults: defaults that this script changes.
+        hooks: observers of the loop (``megatron.training.hooks.Hook``), on every rank.
+        optional: what releases added behind these: ``get_embedding_ranks``, ``get_position_embedding_ranks``,
+            ``store`` and ``inprocess_call_wrapper`` are accepted, as embeddings and restarts need no help;
+            ``non_loss_data_func`` must be None.
+    """
+    process_non_loss_data_func = process_non_loss_data_func or optional.pop("non_loss_data_func", None)
+    if strange := sorted(set(optional) - _NEEDS_NOTHING):
+        raise TypeError(f"pretrain() has no argument {', '.join(strange)}")
+    if process_non_loss_data_func is not None:
+        raise ValueError("pretrain(process_non_loss_data_func=...): not available yet; pass None")
+    if not callable(train_valid_test_dataset_provider) or not callable(model_provider):
+        raise ValueError("pretrain(): the first two arguments are the data set provider and the model provider")
+    cfg = parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False)
+    functions = {
+        "datasets_provider": train_valid_test_dataset_provider,
+        "model_provider": model_provider,
+        "forward_step": _two_arguments(forward_step_func),
+    }
+    if not cfg.dry_run:
+        parallel_state.start_alone()
+    code = run(cfg, lambda resolved, tokenizer: ClassicTask(resolved, tokenizer, functions), hooks)
+    if code:
+        sys.exit(code)
+
+
+def _two_arguments(forward_step: Callable) -> Callable:
+    """``forward_step`` as (iterator, model), whatever optional parameters it has beside them."""
+    required = [
+        each for each in signature(forward_step).parameters.values()
+        if each.default is each.empty and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]  # fmt: skip
+    if len(required) > 2:
+        raise ValueError(f"forward_step takes {[each.name for each in required]}; expected (data_iterator, model)")
+    return forward_step
+
+
+def initialize_megatron(
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    args_defaults: dict[str, Any] | None = None,
+    **unused: Any,
+) -> None:
+    """Parses ``sys.argv`` and brings this process up, for programs with a loop of their own."""
+    from megatron.core.tokenizers import build_tokenizer
+
+    cfg = validate_args(
+        parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False),
+        world_size_from_environment(),
+    )
+    configure_logging(cfg.logging_level)
+    parallel_state.start_alone()
+    bring_up(cfg)
+    tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
+    timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
+    _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg))
+    follow_batch_schedule(cfg, cfg.data_parallel_size)
+
+
+def get_model(
+    model_provider_func: Callable[..., nn.Module], model_type: Any = None, wrap_with_ddp: bool = True, **unused: Any
+) -> list[nn.Module]:
+    """The model chunks of this rank as ``model_provider_func`` builds them, for programs with a loop of their own."""
+    program = _program()
+    task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
+    _PROGRAM.set(program)  # the task took its place
+    chunks = build_model(task, training_device())
+    return [*parallelize(chunks, program.cfg, parallel_state.get_process_groups())] if wrap_with_ddp else chunks

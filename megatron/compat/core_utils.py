@@ -1,0 +1,61 @@
+"""Names that existing entry scripts import from ``megatron.core.utils``. Nothing in the suite itself needs them."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from megatron.training.data.batch import get_batch_on_this_cp_rank
+
+__all__ = [
+    "StragglerDetector", "divide", "get_attr_wrapped_model", "get_batch_on_this_cp_rank", "get_model_config",
+]  # fmt: skip
+
+
+class StragglerDetector:
+    """A context manager for scripts that time their steps with one. It measures nothing: ``--timing-log-level`` and
+    the minimum and maximum over ranks that it prints show slow ranks."""
+
+    def __call__(self, bdata: bool = False) -> StragglerDetector:
+        """``bdata`` marks the loading of a batch."""
+        return self
+
+    def __enter__(self) -> StragglerDetector:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return None
+
+
+def get_attr_wrapped_model(model: nn.Module, attr: str, allow_none: bool = True, return_model_obj: bool = False) -> Any:
+    """Attribute ``attr`` of a model or of what its wrappers hold (or, with ``return_model_obj``, its owner).
+
+    Args:
+        allow_none: an attribute that is None counts as found.
+
+    Raises:
+        AttributeError: no layer of wrapping has it.
+    """
+    module: Any = model
+    while module is not None:
+        if hasattr(module, attr) and (allow_none or getattr(module, attr) is not None):
+            return module if return_model_obj else getattr(module, attr)
+        module = getattr(module, "module", None)
+    raise AttributeError(f"neither {type(model).__name__} nor what it wraps has an attribute {attr!r}")
+
+
+def get_model_config(model: nn.Module) -> Any:
+    """The configuration of a model, wrapped or not."""
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient of a division that must have no remainder."""
+    quotient, remainder = divmod(numerator, denominator)
+    if remainder:
+        raise ValueError(f"{numerator} is not a multiple of {denominator}")
+    return quotient

@@ -1,0 +1,12 @@
+"""Entry scripts wrap ``pretrain`` with this. Restarting inside a process is not available: the launcher restarts runs
+(``torchrun --max-restarts``), which resume from their last checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def maybe_wrap_for_inprocess_restart(pretrain: Callable[..., Any]) -> tuple[Callable[..., Any], None]:
+    """``pretrain`` as it is, and no store; ``--inprocess-restart`` is refused when flags are parsed."""
+    return pretrain, None

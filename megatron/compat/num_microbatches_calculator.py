@@ -1,0 +1,135 @@
+"""Micro-batches of the current global batch, for programs that ask without saying where they are.
+
+A thin front with state (kept in ``parallel_state``) over the pure functions of ``batch_schedule``: a schedule, and the
+samples consumed so far. The training program itself asks the pure functions, and moves this state on after every step
+for entry scripts that call :func:`get_num_microbatches`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.core import parallel_state
+from megatron.core.schedules import batch_size as batch_schedule
+from megatron.core.schedules.batch_size import BatchConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BatchSettings:
+    """The settings of a batch schedule without the rest of a run's."""
+
+    micro_batch_size: int
+    global_batch_size: int | None
+    rampup_batch_size: Sequence[int] | None = None
+    decrease_batch_size_if_needed: bool = False
+    step_batch_size_schedule: str | None = None
+    seq_length: int = 1
+
+
+@dataclass(frozen=True)
+class _Position:
+    settings: BatchConfig
+    data_parallel_size: int
+    consumed_samples: int = 0
+
+
+def init_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: Sequence[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """Set up the schedule, at the first sample. ``rank`` 0 logs it.
+
+    Raises:
+        ValueError: a batch size that micro-batches and data-parallel ranks cannot share; the nearest are named.
+        RuntimeError: it is set up already (``reconfigure_…`` replaces it).
+    """
+    if parallel_state.get_batch_position() is not None:
+        raise RuntimeError(
+            "the number of micro-batches is already set up: call reconfigure_num_microbatches_calculator instead"
+        )
+    settings = BatchSettings(micro_batch_size, global_batch_size, rampup_batch_size, decrease_batch_size_if_needed)
+    follow_batch_schedule(settings, data_parallel_size)
+    if rank == 0:
+        logger.info("number of micro-batches: %d", get_num_microbatches())
+
+
+def reconfigure_num_microbatches_calculator(
+    rank: int,
+    rampup_batch_size: Sequence[int] | None,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+    decrease_batch_size_if_needed: bool = False,
+) -> None:
+    """Replace the schedule by another one, at its first sample."""
+    destroy_num_microbatches_calculator()
+    init_num_microbatches_calculator(
+        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
+    )
+
+
+def follow_batch_schedule(settings: BatchConfig, data_parallel_size: int, consumed_samples: int = 0) -> None:
+    """The same for any object with the fields of a batch schedule, such as a run's whole configuration."""
+    batch_schedule.check_batch_sizes(settings, data_parallel_size)
+    parallel_state.set_batch_position(_Position(settings, data_parallel_size, consumed_samples))
+
+
+def destroy_num_microbatches_calculator() -> None:
+    """Forget the schedule."""
+    parallel_state.set_batch_position(None)
+
+
+unset_num_microbatches_calculator = destroy_num_microbatches_calculator
+
+
+def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
+    """Move to the global batch that starts after ``consumed_samples`` samples.
+
+    ``consistency_check`` is accepted: every size of the schedule was checked when it was set up. ``verbose`` logs a
+    batch size that changes.
+    """
+    before = get_current_global_batch_size()
+    parallel_state.set_batch_position(replace(_position(), consumed_samples=consumed_samples))
+    if verbose and get_current_global_batch_size() != before:
+        logger.info("global batch size: %d -> %d", before, get_current_global_batch_size())
+
+
+def get_num_microbatches() -> int:
+    """Micro-batches of the current global batch on each data-parallel rank."""
+    at = _position()
+    return batch_schedule.num_microbatches(at.settings, at.consumed_samples, at.data_parallel_size)
+
+
+def get_current_global_batch_size() -> int:
+    """Samples of the current global batch, as scheduled."""
+    at = _position()
+    return batch_schedule.global_batch_size(at.settings, at.consumed_samples)
+
+
+def get_current_running_global_batch_size() -> int:
+    """The same as it is run: lowered to whole micro-batches where ``decrease_batch_size_if_needed`` says so."""
+    at = _position()
+    return batch_schedule.running_global_batch_size(at.settings, at.consumed_samples, at.data_parallel_size)
+
+
+def get_micro_batch_size() -> int:
+    """Samples of one micro-batch."""
+    return _position().settings.micro_batch_size
+
+
+def _position() -> _Position:
+    position = parallel_state.get_batch_position()
+    if position is None:
+        raise RuntimeError(
+            "the number of micro-batches is not set up: call init_num_microbatches_calculator(...) first (the training "
+            "program does it before it builds the model)"
+        )
+    return position

@@ -1,0 +1,126 @@
+"""Small helpers that entry scripts import: printing on one rank, batches, averages of losses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.data.blend import get_blend_and_blend_per_split
+from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.initialize import training_device
+
+__all__ = [
+    "average_losses_across_data_parallel_group",
+    "get_batch_on_this_cp_rank",
+    "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split",
+    "get_ltor_masks_and_position_ids",
+    "is_first_or_last_pipeline_stage",
+    "print_rank_0",
+    "print_rank_last",
+    "unwrap_model",
+]
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def print_rank_0(message: Any) -> None:
+    """To stdout, from rank 0 only."""
+    if _rank_and_world_size()[0] == 0:
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+
+def print_rank_last(message: Any) -> None:
+    """To stdout, from the last rank only."""
+    rank, world_size = _rank_and_world_size()
+    if rank == world_size - 1:
+        sys.stdout.write(f"{message}\n")
+        sys.stdout.flush()
+
+
+def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
+    """The next micro-batch on this rank's device: tokens, labels, loss_mask, attention_mask, position_ids, in the order
+    in which scripts unpack ``values()``.
+
+    ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
+    s, s], True where a token may not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster.
+    """
+    device = training_device()
+    batch = to_device(next(data_iterator), device)
+    mask = batch.get("attention_mask")
+    if "cu_seqlens" in batch:
+        mask = _document_mask(batch["cu_seqlens"], *batch["tokens"].shape)
+    return {
+        "tokens": batch["tokens"],
+        "labels": batch["labels"],
+        "loss_mask": batch["loss_mask"],
+        "attention_mask": mask,
+        "position_ids": batch["position_ids"],
+    }
+
+
+def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
+    """What causality and the document boundaries of the flattened [b * s] tokens hide, bool [b, 1, s, s]."""
+    tokens = torch.arange(batch_size * length, device=cu_seqlens.device)
+    documents = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch_size, length)
+    visible = documents[:, :, None] == documents[:, None, :]
+    return ~visible.tril()[:, None]
+
+
+def is_first_or_last_pipeline_stage(vp_stage: int | None = None) -> bool:
+    """Whether this rank reads data: it holds the embedding or the loss."""
+    return parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+
+
+def average_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Mean over the data- and context-parallel ranks of a list of scalar losses, as one tensor."""
+    averaged = torch.cat([loss.detach().clone().view(1) for loss in losses])
+    group = parallel_state.get_process_groups().dp_cp
+    if group.size > 1:
+        dist.all_reduce(averaged, group=group.handle)
+        averaged /= group.size
+    return averaged
+
+
+def get_ltor_masks_and_position_ids(
+    data: Tensor,
+    eod_token: int,
+    reset_position_ids: bool,
+    reset_attention_mask: bool,
+    eod_mask_loss: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(attention_mask bool [b or 1, 1, s, s] True where hidden, loss_mask fp32 [b, s], position_ids int64 [b, s])``.
+
+    ``data`` is int64 [b, s]. The dense mask is for scripts that want one; our own models never need it.
+    """
+    is_eod = data == eod_token
+    documents = torch.cumsum(torch.nn.functional.pad(is_eod.long(), (1, 0))[:, :-1], dim=1)
+    causal = torch.ones(data.shape[1], data.shape[1], dtype=torch.bool, device=data.device).tril()
+    visible = causal[None]
+    if reset_attention_mask:
+        visible = visible & (documents[:, :, None] == documents[:, None, :])
+    position_ids = torch.arange(data.shape[1], device=data.device).expand_as(data).clone()
+    if reset_position_ids:
+        starts = torch.nn.functional.pad(is_eod, (1, 0))[:, :-1]
+        position_ids -= torch.where(starts, position_ids, 0).cummax(dim=1).values
+    loss_mask = torch.ones(data.shape, dtype=torch.float32, device=data.device)
+    if eod_mask_loss:
+        loss_mask[is_eod] = 0.0
+    return ~visible[:, None], loss_mask, position_ids
+
+
+def unwrap_model(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
+    """The module inside data-parallel wrappers."""
+    if isinstance(model, list):
+        return [unwrap_model(chunk) for chunk in model]  # type: ignore[misc]
+    inner = getattr(model, "module", None)
+    return unwrap_model(inner) if isinstance(inner, nn.Module) else model

@@ -1,0 +1,235 @@
+"""Attention over any number of key blocks: outputs merge by their log-sum-exp, gradients add up.
+
+    out = sum_n exp(lse_n - lse) out_n,    lse = log sum_n exp(lse_n)       (Milakov and Gimelshein 2018)
+
+Accumulators are fp32 (fp64 for fp64 inputs) and as large as the local queries, keys and values.
+
+Legend: s sequence (local), b batch, a query heads, g key/value groups, d head dim; t tokens of packed documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.context_parallel.exchange import NeighbourExchange
+from megatron.core.attention.context_parallel.kernels import BlockKernel, FusedBlocks, WeightDropout
+from megatron.core.attention.context_parallel.packing import Segments, group_tiles, segments
+from megatron.core.attention.context_parallel.tiles import Tile
+from megatron.core.fusions.merge_attention import merge_attention_
+from megatron.core.fusions.sum_parts import sum_parts
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """[s, b, a, ...] -> a view [b, a, s, ...]."""
+    return x.movedim(0, 2)
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[s, b, a, ...] -> [s * b, a, ...], a view of contiguous tensors."""
+    return x.flatten(0, 1)
+
+
+def _rows(tile: Tile) -> slice:
+    return slice(None) if tile.row is None else slice(tile.row, tile.row + 1)
+
+
+def _at_queries(x: Tensor, tile: Tile) -> Tensor:
+    return _heads_first(x)[_rows(tile), :, tile.query : tile.query + tile.num_queries]
+
+
+def _at_keys(x: Tensor, tile: Tile) -> Tensor:
+    return _heads_first(x)[_rows(tile), :, tile.key : tile.key + tile.num_keys]
+
+
+def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: BlockKernel) -> tuple[tuple[Tile, ...], list[Segments]]:
+    """Tiles for single calls, and documents for calls of a kernel that takes many of them."""
+    if not kernel.packs_documents or not tiles or tiles[0].row is None:
+        return tiles, []
+    return (), [segments(group, x.shape[1], x.device) for group in group_tiles(tiles)]
+
+
+class OnlineSoftmax:
+    """Attention of local queries [s, b, a, d], block of keys after block of keys."""
+
+    def __init__(self, query: Tensor, kernel: BlockKernel, dropout: WeightDropout | None = None) -> None:
+        self.query, self.kernel, self.dropout = query, kernel, dropout
+        dtype = accumulator_dtype(query.dtype)
+        self.out = torch.empty(query.shape, dtype=dtype, device=query.device)
+        self.lse = torch.empty(query.shape[:3], dtype=dtype, device=query.device)
+        self._started = False
+
+    def add_block(self, key: Tensor, value: Tensor, tiles: tuple[Tile, ...]) -> None:
+        """Keys and values [s, b, g, d] of one block, and where they are visible."""
+        single, packed = _apart(tiles, self.query, self.kernel)
+        for tile in single:
+            out, lse = self.kernel.forward(
+                _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile, self.dropout
+            )
+            if not self._started and tile.row is None and tile.num_queries == len(self.query):
+                _at_queries(self.out, tile).copy_(out)  # saves two passes over the output
+                _at_queries(self.lse, tile).copy_(lse)
+                self._started = True
+                continue
+            self._start()
+            merge_attention_(_at_queries(self.out, tile), _at_queries(self.lse, tile), out, lse)
+        for at in packed:
+            self._add_packed(key, value, at)
+
+    def _start(self) -> None:
+        """No key has been seen."""
+        if not self._started:
+            self.out.zero_()
+            self.lse.fill_(-torch.inf)
+            self._started = True
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output [s, b, a, d] in the queries' dtype and log-sum-exp [s, b, a] over all blocks."""
+        self._start()
+        return self.out.to(self.query.dtype), self.lse
+
+    def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:
+        assert isinstance(self.kernel, FusedBlocks)
+        self._start()
+        query = _tokens(self.query).index_select(0, at.query_index)
+        key, value = (_tokens(x).index_select(0, at.key_index) for x in (key, value))
+        out, lse = self.kernel.forward_packed(query, key, value, at)
+        total, total_lse = _tokens(self.out), _tokens(self.lse)
+        merged, merged_lse = total.index_select(0, at.query_index), total_lse.index_select(0, at.query_index)
+        merge_attention_(*(x.transpose(0, 1).unsqueeze(0) for x in (merged, merged_lse, out, lse)))
+        total.index_copy_(0, at.query_index, merged)
+        total_lse.index_copy_(0, at.query_index, merged_lse)
+
+
+def _add(total: Tensor, part: Tensor, out: Tensor) -> None:
+    """``out`` = ``total`` [s, b, a, d] + ``part`` [b, a, s, d]. Kernels give their parts the layout of the inputs."""
+    sum_parts(total, part.movedim(2, 0), out)
+
+
+class GradientSum:
+    """Sums of n gradients [s, b, a, d] of the same shape, which come in parts: a block's, or a part of one.
+
+    Parts of 16 bits are added in fp32 to a buffer [n, s, b, a, d], or to what is ``arriving``, which is waited for when
+    the first part is there. Nothing is cleared that the first part writes, and the last part, where it covers
+    everything, is added while the result is rounded.
+    """
+
+    def __init__(self, count: int, like: Tensor, arriving: NeighbourExchange | None = None) -> None:
+        """``like`` has the gradients' shape, dtype and device."""
+        self._shape, self._dtype, self._device = (count, *like.shape), like.dtype, like.device
+        self._arriving = arriving
+        self._total: Tensor | None = None
+        self._whole: Sequence[Tensor] | None = None
+        """A part that covers everything, [b, a, s, d] each, not added yet."""
+
+    def add(self, parts: Sequence[Tensor], row: slice, start: int) -> None:
+        """``parts`` [b, a, k, d]: k tokens from ``start`` of the batch's rows ``row``."""
+        length = self._shape[1]
+        if row == slice(None) and parts[0].shape[2] == length:
+            self._settle()
+            self._whole = parts
+            return
+        stop = start + parts[0].shape[2]
+        if row == slice(None) and not self._started:
+            total = self._new_total()
+            total[:, :start].zero_()
+            total[:, stop:].zero_()
+            for x, part in zip(total, parts, strict=True):
+                _heads_first(x)[:, :, start:stop].copy_(part)
+            return
+        for x, part in zip(self.total(), parts, strict=True):
+            _add(x[start:stop, row], part, x[start:stop, row])
+
+    def add_tokens(self, parts: Sequence[Tensor], index: Tensor) -> None:
+        """``parts`` [t, a, d] at ``index`` [t] of the tokens [s * b]."""
+        for x, part in zip(self.total(), parts, strict=True):
+            tokens = _tokens(x)
+            tokens[index] = tokens[index] + part  # no index is in it twice
+
+    def total(self) -> Tensor:
+        """The sums so far [n, s, b, a, d] in fp32 (fp64 for fp64)."""
+        self._settle()
+        return self._new_total().zero_() if self._total is None else self._total
+
+    def result(self) -> list[Tensor]:
+        """The n sums [s, b, a, d], in the gradients' own dtype."""
+        if self._whole is None:
+            return list(self.total().to(self._dtype))
+        whole, self._whole = self._whole, None
+        self._settle()
+        if self._total is None:
+            return [part.movedim(2, 0).to(self._dtype) for part in whole]
+        result = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        for x, so_far, part in zip(result, self._total, whole, strict=True):
+            _add(so_far, part, x)
+        return list(result)
+
+    @property
+    def _started(self) -> bool:
+        return self._total is not None or self._whole is not None or self._arriving is not None
+
+    def _new_total(self) -> Tensor:
+        self._total = torch.empty(self._shape, dtype=accumulator_dtype(self._dtype), device=self._device)
+        return self._total
+
+    def _settle(self) -> None:
+        """What arrives is here, and no part is left to be added."""
+        if self._arriving is not None:
+            self._total, self._arriving = self._arriving.wait(), None
+        if self._whole is None:
+            return
+        whole, self._whole = self._whole, None
+        empty = self._total is None
+        total = self._new_total() if self._total is None else self._total
+        for x, part in zip(total, whole, strict=True):
+            if empty:
+                _heads_first(x).copy_(part)
+            else:
+                _add(x, part, x)
+
+
+class BlockGradients:
+    """Backward of the same: the gradient of local queries adds up here, those of a block's keys and values go back."""
+
+    def __init__(
+        self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: BlockKernel,
+        dropout: WeightDropout | None = None
+    ) -> None:  # fmt: skip
+        self.kernel, self.dropout = kernel, dropout
+        self.grad_out, self.query, self.out, self.lse = grad, query, out, lse
+        self._grad_query = GradientSum(1, query)
+
+    def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], sums: GradientSum) -> None:
+        """Add the gradients of a block's ``keys_values`` [2, s, b, g, d] to ``sums``."""
+        key, value = keys_values
+        single, packed = _apart(tiles, self.query, self.kernel)
+        for tile in single:
+            at_queries = [_at_queries(x, tile) for x in (self.grad_out, self.query, self.out, self.lse)]
+            grad_query, *grads = self.kernel.backward(
+                at_queries[0], at_queries[1], _at_keys(key, tile), _at_keys(value, tile), at_queries[2], at_queries[3],
+                tile, self.dropout,
+            )  # fmt: skip
+            self._grad_query.add([grad_query], _rows(tile), tile.query)
+            sums.add(grads, _rows(tile), tile.key)
+        for at in packed:
+            self._add_packed(keys_values, at, sums)
+
+    def grad_query(self) -> Tensor:
+        """Over all blocks, in the queries' dtype."""
+        return self._grad_query.result()[0]
+
+    def _add_packed(self, keys_values: Tensor, at: Segments, sums: GradientSum) -> None:
+        assert isinstance(self.kernel, FusedBlocks)
+        grad, query, out, lse = (
+            _tokens(x).index_select(0, at.query_index) for x in (self.grad_out, self.query, self.out, self.lse)
+        )
+        key, value = (_tokens(x).index_select(0, at.key_index) for x in keys_values)
+        grad_query, *grads = self.kernel.backward_packed(grad, query, key, value, out, lse, at)
+        self._grad_query.add_tokens([grad_query], at.query_index)
+        sums.add_tokens(grads, at.key_index)

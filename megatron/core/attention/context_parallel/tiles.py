@@ -1,0 +1,190 @@
+"""Attention between stretches of a sequence as data: a list of rectangles, each with a band of visible pairs.
+
+A rank's queries and a block of keys are a few stretches of consecutive global positions. Causality, a sliding window
+and document boundaries all say: in the rectangle of query i and key j (local indices), the pair is visible where
+-left <= j - i <= right. So every case is a list of tiles, fully hidden pairs are in none of them, and no mask larger
+than a tile is ever built.
+
+Tiles are what fused kernels take. Rectangles that a causal mask cuts are split into a part without a mask and a square
+on the diagonal. Bands with a limit on the left never have more queries than keys: flash kernels put the number of keys
+in the place of a missing limit on the right, which is too small then (the first queries would miss the last keys).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megatron.core.attention.context_parallel.zigzag import Spans
+
+Bounds = tuple[int, ...]
+"""Cumulative document lengths over the flattened [b * s] batch, from 0 to b * s."""
+
+
+class Tile(NamedTuple):
+    """Queries [query, query + num_queries) against keys [key, key + num_keys), both counted in local tensors."""
+
+    row: int | None
+    """Row of the batch; None: all rows."""
+    query: int
+    num_queries: int
+    key: int
+    num_keys: int
+    left: int | None
+    """Visible where j - i >= -left; None: no limit."""
+    right: int | None
+    """Visible where j - i <= right; None: no limit."""
+    query_position: int
+    """Global position of the first query."""
+    key_position: int
+    """Global position of the first key."""
+
+    @property
+    def is_full(self) -> bool:
+        return self.left is None and self.right is None
+
+    @property
+    def is_causal_square(self) -> bool:
+        return self.left is None and self.right == 0 and self.num_queries == self.num_keys
+
+
+class Visibility(NamedTuple):
+    """Which pairs of positions of one document may meet."""
+
+    causal: bool = True
+    window: tuple[int, int] | None = None
+    """Keys seen to the left and right; -1 is unlimited."""
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """Keys seen before and after a query's own position; None is unlimited."""
+        left, right = (None if side < 0 else side for side in self.window or (-1, -1))
+        return left, 0 if self.causal else right
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_tiles(
+    query_spans: Spans,
+    key_spans: Spans,
+    visibility: Visibility,
+    length: int,
+    documents: Bounds | None = None,
+    merge: bool = True,
+) -> tuple[Tile, ...]:
+    """All visible pairs of the queries at ``query_spans`` and the keys at ``key_spans`` of sequences of ``length``.
+
+    ``merge`` joins tiles across stretches where only the order of positions matters (fewer and larger kernels); then
+    a tile's positions are those of its first query and key alone.
+    """
+    order_matters_only = documents is None and visibility in (Visibility(True, None), Visibility(False, None))
+    if merge and order_matters_only:
+        tile = _single_tile(query_spans, key_spans, visibility.causal)
+        if tile is not None:
+            return (tile,)
+    if documents is None:
+        return tuple(_row_tiles(None, query_spans, key_spans, visibility))
+    tiles: list[Tile] = []
+    for row in range(documents[-1] // length):
+        for start, stop in _documents_of_row(documents, row, length):
+            document = (start, stop)
+            tiles += _row_tiles(row, query_spans, key_spans, visibility, document)
+    return tuple(tiles)
+
+
+def _single_tile(queries: Spans, keys: Spans, causal: bool) -> Tile | None:
+    """The one tile that says it all, in the four cases that zig-zag halves meet in; None in any other."""
+    num_queries, num_keys = (sum(stop - start for start, stop in each) for each in (queries, keys))
+    first = queries[0][0], keys[0][0]
+    if not causal or queries[0][0] >= keys[-1][1]:
+        return Tile(None, 0, num_queries, 0, num_keys, None, None, *first)
+    if queries == keys:
+        return Tile(None, 0, num_queries, 0, num_keys, None, 0, *first)
+    if len(queries) == 2 and queries[0][1] <= keys[0][0] and queries[1][0] >= keys[-1][1]:
+        early, late = queries  # the early queries see nothing, the late ones see all
+        skipped = early[1] - early[0]
+        return Tile(None, skipped, late[1] - late[0], 0, num_keys, None, None, late[0], first[1])
+    if len(keys) == 2 and queries[0][0] >= keys[0][1] and queries[-1][1] <= keys[1][0]:
+        early = keys[0]  # all queries see the early keys and none of the late ones
+        return Tile(None, 0, num_queries, 0, early[1] - early[0], None, None, *first)
+    return None
+
+
+def _documents_of_row(documents: Bounds, row: int, length: int) -> Iterator[tuple[int, int]]:
+    """Positions [start, stop) within the row of each of its documents."""
+    offset = row * length
+    for start, stop in zip(documents, documents[1:]):
+        if offset <= start < offset + length and stop > start:
+            yield start - offset, stop - offset
+
+
+def _row_tiles(
+    row: int | None, queries: Spans, keys: Spans, visibility: Visibility, document: tuple[int, int] | None = None
+) -> Iterator[Tile]:
+    query_offset = 0
+    for query_start, query_stop in queries:
+        key_offset = 0
+        for key_start, key_stop in keys:
+            first_query, last_query = _clipped(query_start, query_stop, document)
+            first_key, last_key = _clipped(key_start, key_stop, document)
+            if first_query < last_query and first_key < last_key:
+                whole = Tile(
+                    row, query_offset + first_query - query_start, last_query - first_query,
+                    key_offset + first_key - key_start, last_key - first_key, None, None, first_query, first_key,
+                )  # fmt: skip
+                yield from _visible_part(whole, *visibility.limits)
+            key_offset += key_stop - key_start
+        query_offset += query_stop - query_start
+
+
+def _clipped(start: int, stop: int, document: tuple[int, int] | None) -> tuple[int, int]:
+    return (start, stop) if document is None else (max(start, document[0]), min(stop, document[1]))
+
+
+def _visible_part(tile: Tile, before: int | None, after: int | None) -> Iterator[Tile]:
+    """``tile`` without the queries and keys that see nothing, its band in local indices; nothing if all is hidden."""
+    distance = tile.query_position - tile.key_position
+    low = -tile.num_queries if before is None else distance - before  # visible: low <= j - i <= high
+    high = tile.num_keys if after is None else distance + after
+    skipped_queries, skipped_keys = max(0, -high), max(0, low)
+    num_queries = min(tile.num_queries, tile.num_keys - low) - skipped_queries
+    num_keys = min(tile.num_keys, tile.num_queries + high) - skipped_keys
+    if num_queries <= 0 or num_keys <= 0:
+        return
+    left, right = skipped_keys - low - skipped_queries, high + skipped_queries - skipped_keys
+    visible = tile._replace(
+        query=tile.query + skipped_queries, num_queries=num_queries, key=tile.key + skipped_keys, num_keys=num_keys,
+        query_position=tile.query_position + skipped_queries, key_position=tile.key_position + skipped_keys,
+        left=None if left >= num_queries - 1 else left, right=None if right >= num_keys - 1 else right,
+    )
+    if visible.left is None or num_queries <= num_keys:
+        yield from _split_at_the_diagonal(visible)
+        return
+    for first in range(0, num_queries, num_keys):
+        yield from _visible_part(_rows_of(visible, first, min(num_keys, num_queries - first)), before, after)
+
+
+def _rows_of(tile: Tile, first: int, count: int) -> Tile:
+    """``count`` queries of a tile, its band forgotten."""
+    return tile._replace(
+        query=tile.query + first, num_queries=count, query_position=tile.query_position + first, left=None, right=None
+    )
+
+
+def _split_at_the_diagonal(tile: Tile) -> Iterator[Tile]:
+    """A causal trapezium as up to three tiles: keys that all queries see, the square on the diagonal, queries that
+    see all its keys."""
+    right = tile.right
+    if tile.left is not None or right is None:
+        yield tile
+        return
+    if right:
+        yield tile._replace(num_keys=right, right=None)
+    side = tile.num_keys - right
+    below = tile._replace(key=tile.key + right, key_position=tile.key_position + right, num_keys=side)
+    yield below._replace(num_queries=side, right=None if side == 1 else 0)
+    if side < tile.num_queries:
+        yield below._replace(
+            query=tile.query + side, query_position=tile.query_position + side,
+            num_queries=tile.num_queries - side, right=None,
+        )  # fmt: skip

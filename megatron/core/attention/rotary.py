@@ -1,0 +1,169 @@
+"""Rotary position embeddings: the frequency of every channel pair, and the tables of cosines and sines.
+
+    angle(position m, pair i) = m * base^(-2i/r)       (Su et al. 2021; r rotated channels)
+
+Longer contexts than trained on come from slower angles: linear interpolation divides all positions (Chen et al. 2023),
+Llama 3 slows only the pairs that turn slowly, YaRN (Peng et al. 2023) blends between both and sharpens the attention.
+``RotaryFrequencies`` is plain data; ``RotaryEmbedding`` turns it into tables.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines [s, 1, 1, r] of the angles of each position and channel pair."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Pairs with a wavelength above original / low turn ``factor`` times slower, those below original / high as
+    before."""
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
+        wavelengths = 2 * math.pi / frequencies
+        low, high, original = self.low_freq_factor, self.high_freq_factor, self.original_max_position_embeddings
+        kept = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * (kept + (1.0 - kept) / self.factor)
+
+    @property
+    def concentration(self) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: pairs that make more than beta_fast turns in the original context are kept, less than beta_slow slowed
+    fully."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    round_to_int: bool = True
+
+    def _pair_with_turns(self, turns: float, base: float, width: int) -> float:
+        """Index of the pair that makes this many turns within the original context (fractional)."""
+        return width * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    def scaled(self, frequencies: Tensor, base: float, width: int) -> Tensor:
+        low = self._pair_with_turns(self.beta_fast, base, width)
+        high = self._pair_with_turns(self.beta_slow, base, width)
+        if self.round_to_int:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        span = high - low if high != low else 1e-3
+        pairs = torch.arange(width // 2, dtype=frequencies.dtype, device=frequencies.device)
+        slowed = ((pairs - low) / span).clamp(0.0, 1.0)
+        return frequencies * (1.0 - slowed + slowed / self.factor)
+
+    @property
+    def concentration(self) -> float:
+        """Multiplies cosines and sines: sqrt of the inverse attention temperature."""
+        return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+
+    def _temperature(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+Scaling = Llama3Scaling | YarnScaling
+
+
+class RotaryEmbedding(nn.Module):
+    """Tables of cosines and sines, fp32 (fp64 for an fp64 model), cached for the longest length asked for.
+
+    ``rotary_percent`` of the ``kv_channels`` are rotated; ``interpolation`` divides positions.
+    """
+
+    def __init__(
+        self,
+        kv_channels: int,
+        rotary_percent: float = 1.0,
+        *,
+        rotary_base: float = 10000,
+        interpolation: float | None = None,
+        scaling: Scaling | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.width = int(kv_channels * rotary_percent)
+        if self.width < 2 or self.width % 2:
+            raise UserError(
+                f"rotary_percent {rotary_percent} of {kv_channels} channels per head is {self.width}; it must be an "
+                f"even "
+                "number of at least 2"
+            )
+        self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self._tables: RotaryTables | None = None
+        self._share = (1, 0)
+
+    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+        """Radians per position of every pair, float64 [r / 2]."""
+        exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device=device) / self.width
+        frequencies = self.base**-exponents
+        return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
+
+    def tables(self, positions: Tensor) -> RotaryTables:
+        """Cosines and sines [s, 1, 1, r / 2] at any positions [s]. Angles are computed in fp64: fp32 loses 1e-2 at
+        100k."""
+        angles = torch.outer(positions.double() / self.interpolation, self.frequencies(positions.device))[:, None, None]
+        concentration = 1.0 if self.scaling is None else self.scaling.concentration
+        return RotaryTables(
+            (angles.cos() * concentration).to(self.dtype), (angles.sin() * concentration).to(self.dtype)
+        )
+
+    def forward(
+        self, length: int, device: torch.device | str | None = None, context: Group = SINGLE_PROCESS.cp
+    ) -> RotaryTables:
+        """Tables of positions 0 to ``length`` - 1; or of the ``length`` tokens of this rank, where the ranks of
+        ``context`` share sequences."""
+        device, share = torch.device(device or "cpu"), (context.size, context.rank)
+        cached = self._tables
+        stale = cached is None or cached.cos.device != device or self._share != share
+        if cached is None or stale or len(cached.cos) < length or context.size > 1 and len(cached.cos) != length:
+            positions = zigzag.positions(length * context.size, context.rank, context.size, device)
+            cached, self._share = self.tables(positions), share
+            self._tables = cached
+        return RotaryTables(cached.cos[:length], cached.sin[:length])
+
+
+def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnScaling:
+    """YaRN as a configuration describes it. ValueError where the original context length is needed and missing."""
+    original = config.yarn_original_max_position_embeddings
+    if original is None and config.rotary_scaling_factor > 1:
+        raise UserError(
+            "position_embedding_type 'yarn' with rotary_scaling_factor > 1 needs "
+            "yarn_original_max_position_embeddings, the "
+            "context length before stretching"
+        )
+    return YarnScaling(
+        factor=config.rotary_scaling_factor,
+        original_max_position_embeddings=original or max_sequence_length,
+        beta_fast=config.yarn_beta_fast,
+        beta_slow=config.yarn_beta_slow,
+        mscale=config.mscale,
+        mscale_all_dim=config.mscale_all_dim,
+        round_to_int=config.yarn_correction_range_round_to_int,
+    )

@@ -1,0 +1,447 @@
+"""Dataclass fields as command-line flags, standard library only.
+
+A field is a flag: its annotation gives the type and the choices, its default the default, the string literal below it
+the help text. ``name: bool = False`` becomes ``--name``, ``name: bool = True`` becomes ``--no-name``, everything else
+takes values; :func:`flag` states what is irregular. Names accept ``-`` and ``_`` alike, are never abbreviated, and
+``--name=value`` works. Scanning collects every mistake of a command line instead of stopping at the first one, which is
+why argparse is used only for ``--help`` and for the flags that third-party scripts add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron.core.config.errors import UserError
+from megatron.core.config.ranges import Range
+
+_UNSET: Any = dataclasses.MISSING
+_NO_VALUE: Any = object()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with the settings: which flag, its value, why, and what to do."""
+
+    flag: str
+    reason: str
+    value: Any = _NO_VALUE
+    fix: str = ""
+
+    def __str__(self) -> str:
+        value = "" if self.value is _NO_VALUE else f" {_clipped(show(self.value))}"
+        return f"{self.flag}{value}: {_clipped(self.reason, 400)}" + (f"; {self.fix}" if self.fix else "")
+
+
+class ConfigError(UserError):
+    """Every problem of a configuration at once; ``str()`` is one line per problem."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+def _clipped(text: str, longest: int = 200) -> str:
+    """A mistyped value may be a whole file."""
+    return text if len(text) <= longest else f"{text[: longest - 50]} ... ({len(text)} characters)"
+
+
+def show(value: Any) -> str:
+    """A value the way a user would type it."""
+    if isinstance(value, list | tuple):
+        return " ".join(show(item) for item in value) or "(empty)"
+    return getattr(value, "name", None) or str(value)
+
+
+def flag(
+    *names: str,
+    default: Any = None,
+    default_factory: Callable[[], Any] | None = None,
+    nargs: int | str | None = None,
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    on: str | None = None,
+    check: Callable[[str], object] | None = None,
+) -> Any:
+    """A dataclass field whose flag is irregular.
+
+    ``name: int = flag()`` is an ordinary flag that starts as None but is annotated with the type it has once the
+    configuration is resolved, so that the code that reads it need not ask.
+
+    Args:
+        names: spellings, the first one being the official one.
+        nargs: as argparse's: a count, ``"+"`` or ``"*"``.
+        parse: from the text on the command line to the value; raises ``ValueError`` with the reason.
+        on: a further spelling that sets a default-true boolean to True.
+        check: raises ``ValueError`` with the reason for a text that no other setting could make sensible.
+    """
+    metadata = {"names": names, "nargs": nargs, "parse": parse, "metavar": metavar, "on": on, "check": check}
+    if default_factory is not None:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def derived(default: Any = _UNSET, factory: Callable[[], Any] = _UNSET) -> Any:
+    """A dataclass field that follows from others and has no flag."""
+    return dataclasses.field(default=default, default_factory=factory, metadata={"flag": False})
+
+
+@dataclass(frozen=True)
+class FlagSpec:
+    """How one field is spelled, converted and explained."""
+
+    field: str
+    names: tuple[str, ...]
+    default: Any
+    convert: Callable[[str], Any]
+    type_name: str
+    choices: tuple[Any, ...]
+    nargs: int | str | None
+    optional: bool
+    metavar: str | None
+    on: str | None
+    range: Range | None
+    verify: Callable[[str], object] | None
+    group: type
+
+    @property
+    def is_bool(self) -> bool:
+        return self.type_name == "bool"
+
+    @property
+    def help(self) -> str:
+        return " ".join(field_docs(self.group).get(self.field, "").split())
+
+    def check(self, value: Any) -> Any:
+        """``value``, or a ``ValueError`` with the reason."""
+        if self.choices and value not in self.choices:
+            known = {str(choice).lower(): choice for choice in self.choices}
+            close = difflib.get_close_matches(str(value).lower(), known, n=1)
+            hint = f"; did you mean {known[close[0]]}?" if close else ""
+            raise ValueError(f"must be one of {', '.join(map(str, self.choices))}{hint}")
+        if self.verify is not None:
+            self.verify(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        if self.range is not None and (reason := self.range.reason(value)):
+            raise ValueError(reason)
+        return value
+
+    def refusal(self, value: Any) -> str:
+        """Why a value that a program set, not text, can never be right; empty if it can, or is None."""
+        try:
+            for item in value if isinstance(value, list) else [value]:
+                if item is not None:
+                    self.check(item)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def from_text(self, text: str) -> Any:
+        """Convert and check one operand."""
+        try:
+            value = self.convert(text)
+        except ValueError as error:
+            known = {"int": "is not an integer", "float": "is not a number"}
+            raise ValueError(known.get(self.type_name, str(error))) from None
+        return self.check(value)
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string literal below each field of a dataclass, read from its source."""
+    try:
+        tree = ast.parse(inspect.cleandoc(inspect.getsource(cls)) if cls.__module__ == "__main__" else _source(cls))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+            return {
+                statement.target.id: text.value.value
+                for statement, text in zip(node.body, node.body[1:])
+                if isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(text, ast.Expr)
+                and isinstance(text.value, ast.Constant)
+                and isinstance(text.value.value, str)
+            }
+    return {}
+
+
+def _source(cls: type) -> str:
+    with open(inspect.getsourcefile(cls) or "", encoding="utf-8") as file:
+        return file.read()
+
+
+def _range_of(annotation: Any) -> Range | None:
+    """The :class:`Range` inside an annotation, wherever it stands in unions and lists."""
+    if get_origin(annotation) is Annotated:
+        return next((extra for extra in annotation.__metadata__ if isinstance(extra, Range)), None)
+    return next((found for part in get_args(annotation) if (found := _range_of(part))), None)
+
+
+def _plain(annotation: Any) -> Any:
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _scalar(annotation: Any) -> tuple[Callable[[str], Any], str, tuple[Any, ...]]:
+    """Converter, type name and choices of an annotation without None and list."""
+    if get_origin(annotation) is Literal:
+        choices = get_args(annotation)
+        return type(choices[0]), type(choices[0]).__name__, choices
+    if annotation in (int, float, str, bool):
+        return annotation, annotation.__name__, ()
+    raise TypeError(f"a field of type {annotation} needs flag(parse=...)")
+
+
+def _spec(cls: type, field: dataclasses.Field, annotation: Any) -> FlagSpec:
+    meta = field.metadata
+    default: Any = field.default_factory() if callable(field.default_factory) else field.default
+    nargs, optional, valid = meta.get("nargs"), False, _range_of(annotation)
+    if get_origin(annotation) in (Union, types.UnionType):
+        members = [member for member in get_args(annotation) if member is not types.NoneType]
+        optional = len(members) < len(get_args(annotation))
+        annotation = members[0] if len(members) == 1 else annotation
+    convert: Callable[[str], Any]
+    if parse := meta.get("parse"):
+        convert, type_name, choices = parse, "custom", ()
+    else:
+        if get_origin(annotation) is list:
+            nargs, annotation = nargs or "+", get_args(annotation)[0]
+        convert, type_name, choices = _scalar(_plain(annotation))
+    if type_name == "bool" and not isinstance(default, bool):
+        raise TypeError(f"{cls.__name__}.{field.name} needs the default True or False")
+    optional = optional or default is None
+    spelled = field.name.replace("_", "-")
+    names = meta.get("names") or ((f"--no-{spelled}" if type_name == "bool" and default else f"--{spelled}"),)
+    return FlagSpec(
+        field.name, tuple(names), default, convert, type_name, choices, nargs, optional, meta.get("metavar"),
+        meta.get("on"), valid, meta.get("check"), cls,
+    )  # fmt: skip
+
+
+@functools.cache
+def flags_of(*groups: type) -> tuple[FlagSpec, ...]:
+    """The flags of these dataclasses, in order, each from the class that declares its field."""
+    specs = []
+    for group in groups:
+        hints = get_type_hints(group, include_extras=True)
+        for field in dataclasses.fields(group):
+            if field.metadata.get("flag", True) and field.name in group.__dict__.get("__annotations__", {}):
+                specs.append(_spec(group, field, hints[field.name]))
+    return tuple(specs)
+
+
+def normalize(name: str) -> str:
+    """One spelling for ``--a_b`` and ``--a-b``; the part behind ``=`` is left alone."""
+    return name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A flag as typed and the operands up to the next one; ``attached``: given as ``--flag=value``."""
+
+    typed: str
+    operands: tuple[str, ...]
+    attached: bool = False
+
+    @property
+    def name(self) -> str:
+        return normalize(self.typed)
+
+    @property
+    def tokens(self) -> list[str]:
+        """The segment as it stood on the command line."""
+        return [f"{self.typed}={self.operands[0]}"] if self.attached else [self.typed, *self.operands]
+
+
+def segments(argv: Sequence[str]) -> tuple[list[Segment], list[Problem]]:
+    """Cut a command line at its flags. Operands before the first flag, or beside ``--flag=value``, are problems."""
+    found: list[Segment] = []
+    problems: list[Problem] = []
+    for token in argv:
+        if token.startswith("--") and len(token) > 2:
+            name, equals, value = token.partition("=")
+            found.append(Segment(name, (value,) if equals else (), bool(equals)))
+        elif not found or found[-1].attached:
+            problems.append(Problem(token, "is not a flag", fix="every setting is --name value"))
+        else:
+            found[-1] = dataclasses.replace(found[-1], operands=(*found[-1].operands, token))
+    return found, problems
+
+
+NO_SUGGESTION = "see --help"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """``did you mean ...?`` for an unknown name, or :data:`NO_SUGGESTION`."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.75)
+    longer = [other for other in known if other.startswith(name)][:3]
+    names = list(dict.fromkeys(close[:1] + longer + close[1:]))[:3]
+    return f"did you mean {' or '.join(names)}?" if names else NO_SUGGESTION
+
+
+def _read(spec: FlagSpec, segment: Segment) -> Any:
+    """The value that one segment gives to its flag; ``ValueError`` with the reason."""
+    count = len(segment.operands)
+    if spec.is_bool:
+        if count:
+            raise ValueError("takes no value: give it alone, or leave it out")
+        return True if segment.name == spec.on else not spec.default
+    if spec.nargs is None:
+        if count != 1:
+            raise ValueError("needs a value" if not count else f"takes one value, got {count}")
+        return spec.from_text(segment.operands[0])
+    if isinstance(spec.nargs, int) and count != spec.nargs:
+        raise ValueError(f"takes {spec.nargs} values, got {count}")
+    if spec.nargs == "+" and not count:
+        raise ValueError("needs at least one value")
+    return [spec.from_text(operand) for operand in segment.operands]
+
+
+def read_segments(specs: Iterable[FlagSpec], found: Iterable[Segment]) -> tuple[dict[str, Any], list[Problem]]:
+    """Field values of a command line, the last of repeated flags winning, and all that is wrong with it."""
+    table = flag_table(specs)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for segment in found:
+        spec = table.get(segment.name)
+        if spec is None:
+            problems.append(Problem(segment.typed, "unknown flag", fix=suggestion(segment.name, table)))
+            continue
+        try:
+            values[spec.field] = _read(spec, segment)
+        except ValueError as error:
+            given: Any = list(segment.operands) if segment.operands else _NO_VALUE
+            problems.append(Problem(spec.names[0], str(error), given))
+    return values, problems
+
+
+def flag_table(specs: Iterable[FlagSpec]) -> dict[str, FlagSpec]:
+    """From normalized spelling to flag."""
+    return {normalize(name): spec for spec in specs for name in (*spec.names, *([spec.on] if spec.on else []))}
+
+
+def flatten(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested groups of settings to one level; a key counts, the path to it does not."""
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        flat.update(flatten(value) if isinstance(value, Mapping) else {str(key): value})
+    return flat
+
+
+def read_mapping(
+    specs: Iterable[FlagSpec], mapping: Mapping[str, Any], renamed: Mapping[str, str] | None = None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Field values of a file's settings: keys are field names or flag names, with ``-`` or ``_``."""
+    specs = tuple(specs)
+    by_field = {spec.field: spec for spec in specs}
+    by_flag = flag_table(specs)
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in flatten(mapping).items():
+        name = "--" + normalize(key).lstrip("-")
+        name = normalize((renamed or {}).get(name, name))
+        spec = by_field.get(name[2:].replace("-", "_")) or by_flag.get(name)
+        if spec is None:
+            known = [other.replace("_", "-") for other in by_field]
+            problems.append(Problem(key, "unknown setting", value, fix=suggestion(name[2:], known)))
+            continue
+        try:
+            negated = spec.is_bool and spec.default and name[2:].replace("-", "_") != spec.field and name != spec.on
+            values[spec.field] = _from_object(spec, value) ^ bool(negated) if negated else _from_object(spec, value)
+        except (ValueError, TypeError) as error:
+            problems.append(Problem(key, str(error), value))
+    return values, problems
+
+
+def _from_object(spec: FlagSpec, value: Any) -> Any:
+    """A value that a file holds with a type of its own, checked like the text on a command line."""
+    if value is None:
+        if not spec.optional:
+            raise ValueError("needs a value")
+        return None
+    if spec.is_bool:
+        if not isinstance(value, bool):
+            raise ValueError("must be true or false")
+        return value
+    if spec.nargs is not None:
+        items = value if isinstance(value, list) else [value]
+        if isinstance(spec.nargs, int) and len(items) != spec.nargs:
+            raise ValueError(f"takes {spec.nargs} values, got {len(items)}")
+        return [spec.from_text(str(item)) for item in items]
+    if spec.type_name == "custom" and isinstance(value, list):
+        return spec.from_text(str(value))
+    return spec.from_text(str(value))
+
+
+def make_parser(specs: Iterable[FlagSpec], prog: str | None = None, description: str = "") -> argparse.ArgumentParser:
+    """The same flags as an argparse parser: for ``--help``, and for scripts that add their own."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False, formatter_class=_HelpFormatter, add_help=False
+    )
+    parser.add_argument("-h", "--help", action="help", help="Show this and stop.")
+    groups: dict[type, Any] = {}
+    for spec in specs:
+        if spec.group not in groups:
+            title = (spec.group.__doc__ or spec.group.__name__).strip().splitlines()[0].rstrip(".")
+            groups[spec.group] = parser.add_argument_group(title)
+        options: dict[str, Any] = {"dest": spec.field, "default": spec.default, "help": _help_text(spec)}
+        if spec.is_bool:
+            options["action"] = "store_false" if spec.default else "store_true"
+        else:
+            options.update(type=spec.from_text, nargs=spec.nargs, metavar=_metavar(spec))
+        groups[spec.group].add_argument(*spec.names, **options)
+        if spec.on:
+            groups[spec.group].add_argument(spec.on, dest=spec.field, action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _help_text(spec: FlagSpec) -> str:
+    values = f" ({spec.range})" if spec.range is not None and str(spec.range) else ""
+    return (spec.help + values).replace("%", "%%")
+
+
+def _metavar(spec: FlagSpec) -> Any:
+    if spec.choices:
+        return "{" + ",".join(map(str, spec.choices)) + "}"
+    names = (spec.metavar or (spec.type_name.upper() if spec.type_name != "custom" else "VALUE")).split()
+    if isinstance(spec.nargs, int) and len(names) == spec.nargs:
+        return tuple(names)
+    return " ".join(names)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Flag, its values, then the text with its default; no usage line of 300 flags."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, indent_increment=2, max_help_position=10, width=110)
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        self._add_item(lambda: f"usage: {self._prog} [--flag value ...]\n\n", [])
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.default in (None, argparse.SUPPRESS, []) or isinstance(action.default, bool):
+            return text
+        return f"{text} [{show(action.default)}]"
+
+
+def report_and_exit(error: ConfigError, prog: str = "") -> None:
+    """Print every problem to stderr, one line each, and end the program with status 2."""
+    prog = prog or sys.argv[0].rpartition("/")[2]
+    count = len(error.problems)
+    sys.stderr.write(f"{prog}: {count} problem{'s' if count != 1 else ''} with the settings\n")
+    sys.stderr.writelines(f"  {problem}\n" for problem in error.problems)
+    raise SystemExit(2)

@@ -1,0 +1,132 @@
+"""Shape of a transformer: sizes, normalization, activation, biases, dropout, initial values. Only fields, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from megatron.core.config.cli import flag
+from megatron.core.config.ranges import AnyFloat, Dim, Layers, NonNegativeFloat, PositiveFloat, Probability, Range
+
+
+@dataclass(kw_only=True)
+class NetworkSizeConfig:
+    """Network size"""
+
+    num_layers: Layers = flag()
+    """Transformer layers. Required."""
+
+    hidden_size: Dim = flag()
+    """Width of the residual stream. Required."""
+
+    num_attention_heads: Dim = flag()
+    """Query heads per layer. Required."""
+
+    num_query_groups: Dim = flag()
+    """Key and value heads per layer, each shared by num-attention-heads / num-query-groups query heads. Read together
+    with --group-query-attention, where it defaults to 1 (multi-query attention)."""
+
+    ffn_hidden_size: Dim = flag()
+    """Width inside the feed-forward network; default: 4 x hidden size, with --swiglu 8/3 x hidden size rounded down
+    to a multiple of 64."""
+
+    kv_channels: Dim = flag()
+    """Channels per attention head; default: hidden size / attention heads."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Normalization layers of the network."""
+
+    norm_epsilon: NonNegativeFloat = 1e-5
+    """Added to the variance under the square root of every normalization."""
+
+    apply_layernorm_1p: bool = False
+    """Store norm weights minus one: small weights keep more digits in 16-bit types. Norms are never decayed."""
+
+    apply_residual_connection_post_layernorm: bool = False
+    """Take the residual from behind the normalization, as the original BERT does."""
+
+    add_bias_linear: bool = flag("--disable-bias-linear", default=True)
+    """No biases in the linear layers (and no fused bias-GELU then)."""
+
+    add_qkv_bias: bool = False
+    """A bias in the query, key and value projection even with --disable-bias-linear (Qwen2)."""
+
+    swiglu: bool = False
+    """Gated linear unit with SiLU in the feed-forward network (LLaMA)."""
+
+    squared_relu: bool = False
+    """Squared ReLU in the feed-forward network."""
+
+    quick_geglu: bool = False
+    """Gated linear unit with x * sigmoid(1.702 x) in the feed-forward network (gpt-oss)."""
+
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Clamp the feed-forward network's inputs to the activation to at most this value, and its linear half to the range
+    of plus and minus this value. Gated activations only."""
+
+    glu_linear_offset: AnyFloat = 0.0
+    """Added to the linear half of a gated activation (gpt-oss uses 1)."""
+
+    hidden_dropout: Probability = 0.1
+    """Dropout probability of the embedding and of each branch before it joins the residual stream."""
+
+    fp32_residual_connection: bool = False
+    """Keep the residual stream in float32."""
+
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "local"
+    """Where the layers' modules come from: this library, or the package Transformer Engine."""
+
+    masked_softmax_fusion: bool = True
+    """No fused scale, mask and softmax in attention."""
+
+    bias_gelu_fusion: bool = True
+    """No fused bias and GELU. Where there are biases, the fused form uses the tanh approximation of GELU; without it,
+    or without biases, GELU is exact. Squared ReLU then is plain torch operations instead of one kernel."""
+
+    bias_swiglu_fusion: bool = True
+    """Plain torch operations for gated activations instead of one kernel on GPUs."""
+
+    bias_dropout_fusion: bool = True
+    """Plain torch operations for dropout and residual addition instead of one kernel on GPUs; the masks are the
+    same."""
+
+    cross_entropy_loss_fusion: bool = False
+    """Fused vocabulary-parallel cross entropy: one read of the logits in forward, one read and write in backward, over
+    the logits. On GPUs it always is (except in float64); the flag is accepted for the sake of existing scripts."""
+
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    """Implementation of --cross-entropy-loss-fusion: native are the kernels of this library."""
+
+    no_persist_layer_norm: bool = False
+    """Plain torch operations for norms instead of kernels that take the residual stream along."""
+
+    calculate_per_token_loss: bool = False
+    """Normalise by the number of valid tokens of the global batch. Here that is always the rule, whatever the layout;
+    the flag is accepted for the sake of existing scripts."""
+
+
+@dataclass(kw_only=True)
+class InitializationConfig:
+    """Seed and initial values"""
+
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 1234
+    """Seed of the initial weights, of dropout and of the data order."""
+
+    init_method_std: NonNegativeFloat = 0.02
+    """Standard deviation of the normal distribution that weights start from; those that write into the residual stream
+    are divided by sqrt(2 x layers)."""
+
+    embedding_init_method_std: NonNegativeFloat = flag()
+    """Standard deviation of the embedding's initial weights; default: --init-method-std."""
+
+    init_method_xavier_uniform: bool = False
+    """Xavier-uniform initial weights instead of normal ones."""
+
+    perform_initialization: bool = flag("--no-initialization", default=True)
+    """Leave the weights uninitialised; only for runs that load all of them."""
+
+    use_cpu_initialization: bool = False
+    """Compute initial weights on the CPU. Not needed for layout-independent weights: they always are."""
+
+    init_model_with_meta_device: bool = False
+    """Build the model without memory and fill in the weights after it is sharded."""

@@ -1,0 +1,82 @@
+"""Which values a numeric setting can take, as annotations of its field: ``micro_batch_size: PositiveInt``.
+
+A range is about one number alone: what no other setting could make sensible. Upper bounds are far beyond any use; they
+keep sums and products of settings inside 64 bits, and keep a mistyped number from becoming a list of that length.
+Contradictions between settings are rules (``megatron.training.rules.run_all``). Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+INT64_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Range:
+    """From ``low`` to ``high``, both included unless ``above`` (the lower one is not) or ``below`` (the upper)."""
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
+        return (value > self.low if self.above else value >= self.low) and (
+            value < self.high if self.below else value <= self.high
+        )
+
+    @property
+    def bounds(self) -> str:
+        """For messages; an upper bound that only keeps numbers inside 64 bits is not named."""
+        if self.above and self.low == 0 and self.high == math.inf:
+            return "positive"
+        low = f"{'more than' if self.above else 'at least'} {self.low:g}" if self.low > -math.inf else ""
+        named = self.high not in (math.inf, INT64_MAX)
+        high = f"{'less than' if self.below else 'at most'} {_exact(self.high)}" if named else ""
+        return " and ".join(filter(None, (low, high)))
+
+    def __str__(self) -> str:
+        """In short, for the flag reference; empty for any number."""
+        if self.low == -math.inf:
+            return ""
+        low = "more than " * self.above + f"{self.low:g}"
+        if self.high >= 2**31 - 1:
+            return low if self.above else f"at least {low}"
+        return f"{low} to {'below ' * self.below}{_exact(self.high)}"
+
+    def reason(self, value: float) -> str:
+        """Why ``value`` is refused; empty if it is not."""
+        if value in self:
+            return ""
+        if math.isfinite(value) and self.high == INT64_MAX and value > self.high:
+            return "must be less than 2^63"
+        return f"must be {self.bounds}" if math.isfinite(value) and self.bounds else "must be a finite number"
+
+
+def _exact(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+PositiveInt = Annotated[int, Range(1, INT64_MAX)]
+NonNegativeInt = Annotated[int, Range(0, INT64_MAX)]
+Dim = Annotated[int, Range(1, 2**31 - 1)]
+"""Size of a tensor dimension."""
+NumRanks = Annotated[int, Range(1, 2**20)]
+Layers = Annotated[int, Range(1, 2048)]
+"""Layers of a model: lists with an entry per layer (patterns, costs of pipeline stages) stay short."""
+Samples = Annotated[int, Range(1, 2**40)]
+Batch = Annotated[int, Range(1, 2**31 - 1)]
+"""Sequences of a batch."""
+Iterations = Annotated[int, Range(0, 2**40)]
+Minutes = Annotated[int, Range(1, 10 * 366 * 1440)]
+Seconds = Annotated[float, Range(0, 10 * 366 * 86400)]
+PositiveFloat = Annotated[float, Range(0, above=True)]
+NonNegativeFloat = Annotated[float, Range(0)]
+AnyFloat = Annotated[float, Range(-math.inf)]
+Share = Annotated[float, Range(0, 1)]
+Probability = Annotated[float, Range(0, 1, below=True)]

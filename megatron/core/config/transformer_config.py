@@ -1,0 +1,105 @@
+"""The library's configuration of a transformer: every field a layer reads, in one flat object. Torch-free at import."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.cli import ConfigError, Problem
+from megatron.core.config.fp8 import Fp8Config
+from megatron.core.config.memory import RecomputeConfig
+from megatron.core.config.mla import MlaConfig
+from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.config.moe import MoeConfig
+from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
+from megatron.core.config.pipeline import PipelineConfig
+
+
+def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
+    """4 x hidden, or for SwiGLU 8/3 x hidden rounded down to a multiple of 64 (at least 64)."""
+    if not gated:
+        return 4 * hidden_size
+    return max(64, int(hidden_size * 4 * 2 / 3) // 64 * 64)
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(
+    ModelParallelConfig,
+    PipelineConfig,
+    NetworkSizeConfig,
+    AttentionConfig,
+    InitializationConfig,
+    RecomputeConfig,
+    Fp8Config,
+    MoeConfig,
+):
+    """Sizes and choices of a transformer.
+
+    ``num_query_groups``, ``ffn_hidden_size``, ``kv_channels`` and ``embedding_init_method_std`` follow from the other
+    sizes when they are None. Impossible sizes raise one :class:`~megatron.core.config.cli.ConfigError`
+    with all of them.
+    """
+
+    layernorm_epsilon: float | None = None
+    """The library's older name of ``norm_epsilon``; the two are equal after construction."""
+
+    def __post_init__(self) -> None:
+        if self.layernorm_epsilon is not None:
+            self.norm_epsilon = self.layernorm_epsilon
+        self.layernorm_epsilon = self.norm_epsilon
+        if problems := list(self._impossible_sizes()):
+            raise ConfigError(problems)
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        assert hidden is not None and heads is not None  # checked above
+        if self.num_query_groups is None:
+            self.num_query_groups = heads
+        if self.kv_channels is None:
+            self.kv_channels = hidden // heads
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = default_ffn_hidden_size(hidden, gated=self.swiglu)
+        if self.embedding_init_method_std is None:
+            self.embedding_init_method_std = self.init_method_std
+        if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
+            self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
+        if self.pipeline_dtype is None and self.fp32_residual_connection:
+            import torch
+
+            self.pipeline_dtype = torch.float32  # what stages pass on is the residual stream
+        super().__post_init__()
+
+    def _impossible_sizes(self) -> Iterator[Problem]:
+        for name in ("num_layers", "hidden_size", "num_attention_heads"):
+            value = getattr(self, name)
+            if value is None or value < 1:
+                yield Problem(name, "must be a positive integer", value)
+                return
+        yield from self._impossible_heads()
+        if self.fp16 and self.bf16:
+            yield Problem("fp16", "excludes bf16", True, "choose one of the two")
+        if sum((self.swiglu, self.squared_relu, self.quick_geglu)) > 1:
+            yield Problem("swiglu", "only one of swiglu, squared_relu and quick_geglu can be chosen")
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            yield Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True)
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                yield Problem(name, "must be at least 0 and less than 1", getattr(self, name))
+
+    def _impossible_heads(self) -> Iterator[Problem]:
+        heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
+        if heads is None or hidden is None:
+            return
+        if self.kv_channels is None and hidden % heads:
+            yield Problem("num_attention_heads", f"does not divide hidden_size {hidden}", heads, "or give kv_channels")
+        if groups is not None and (groups < 1 or heads % groups):
+            yield Problem("num_query_groups", f"must divide num_attention_heads {heads}", groups)
+        if heads % self.tensor_model_parallel_size:
+            size = self.tensor_model_parallel_size
+            yield Problem("num_attention_heads", f"is not a multiple of tensor_model_parallel_size {size}", heads)
+
+
+@dataclass(kw_only=True)
+class MLATransformerConfig(TransformerConfig, MlaConfig):
+    """A transformer with multi-latent attention."""
+
+    multi_latent_attention: bool = True

@@ -1,0 +1,244 @@
+"""What a model is made of, as data: parameters of its pieces, operations, what they keep for backward. Torch-free.
+
+Beside every layer class stands a pure function that describes it (``describe_attention``, ``describe_mlp``, …).
+Parameter counts, FLOPs, memory, stage balance, roofline, dry run and self-checks fold over descriptions; none of them
+knows what a layer looks like. A test says that a description equals the model that is built.
+
+Quantities are of one tensor-parallel rank and per token of its sequences, unless a field says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from megatron.core.pipeline_parallel.balance import ATTENTION_RATE, ModelCosts
+
+Config = Any
+"""A TransformerConfig, or any configuration with its field names and sizes resolved."""
+
+Kind = Literal["gemm", "attention", "norm", "rotary", "activation", "cross entropy", "embedding"]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter, independent of the rank that holds a part of it."""
+
+    name: str
+    """Global name; relative to its piece until :meth:`Piece.under` puts it somewhere."""
+    shape: tuple[int, ...]
+    """Logical global shape, without padding."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Rank axis -> logical dim that it splits; axes not named replicate."""
+    stored: tuple[int, ...] | None = None
+    """Logical shape with padding, where there is any."""
+    shared: int = 0
+    """For ``(blocks, rows, …)`` split along blocks: with fewer blocks than ranks, the ranks of a block split its rows
+    except the last ``shared``, which each of them holds."""
+    tied_to: str | None = None
+    """Global name of the parameter that it is a copy of."""
+    ndim: int = 2
+    """Dims of what is stored: leading logical dims are folded into its first."""
+
+    @property
+    def numel(self) -> int:
+        """True elements over all ranks; a copy of another parameter counts nothing."""
+        return 0 if self.tied_to else math.prod(self.shape)
+
+    @property
+    def padding(self) -> int:
+        """Elements that are stored beside the true ones."""
+        return 0 if self.tied_to or self.stored is None else math.prod(self.stored) - math.prod(self.shape)
+
+    def local_shapes(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+        """What one rank stores, padding included, given the ranks of each axis."""
+        shape = list(self.stored or self.shape)
+        for axis, dim in self.mesh.items():
+            ranks = sizes.get(axis, 1)
+            if self.shared and shape[dim] < ranks:
+                own, rest = shape[dim + 1] - self.shared, shape[dim + 2 :]
+                return [self._folded([own * shape[dim] // ranks, *rest]), self._folded([self.shared, *rest])]
+            shape[dim] //= ranks
+        return [self._folded(shape)]
+
+    def _folded(self, shape: list[int]) -> tuple[int, ...]:
+        lead = len(shape) - self.ndim + 1
+        return (math.prod(shape[:lead]), *shape[lead:])
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What an operation keeps for its backward pass."""
+
+    name: str
+    bytes: float
+    modules: tuple[str, ...] = ()
+    """Names in --recompute-modules, each of which computes it again instead."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation."""
+
+    kind: Kind
+    name: str
+    flops: float = 0.0
+    """Forward pass of one whole sequence, all ranks together; backward counts twice as much."""
+    gemm: tuple[int, int] | None = None
+    """(output, input) sizes of this rank's weight."""
+    traffic: float = 0.0
+    """Bytes that forward and backward pass must move at the least; products' own are not counted."""
+    gradients: float = 0.0
+    """Bytes of the gradients of its output."""
+    saved: tuple[Saved, ...] = ()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a pipeline stage holds or does not hold as a whole: the embedding, one residual branch, the output layer."""
+
+    name: str
+    """In words: ``attention``, ``feed-forward``, ``embedding`` …"""
+    params: tuple[Param, ...] = ()
+    ops: tuple[Op, ...] = ()
+    is_branch: bool = False
+    """Whether it is added to the residual stream."""
+
+    def under(self, prefix: str) -> Piece:
+        """The same with ``prefix`` before the names of its parameters."""
+        return replace(self, params=tuple(replace(each, name=f"{prefix}{each.name}") for each in self.params))
+
+    @property
+    def num_parameters(self) -> int:
+        """Padding and tied copies not counted."""
+        return sum(each.numel for each in self.params)
+
+    @property
+    def flops(self) -> float:
+        """Model FLOPs of one sequence, forward."""
+        return sum(op.flops for op in self.ops)
+
+    @property
+    def time(self) -> float:
+        """The same, with attention's divided by its speed relative to GEMMs."""
+        return sum(op.flops / (ATTENTION_RATE if op.kind == "attention" else 1.0) for op in self.ops)
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A decoder: embedding, layers of residual branches, and what follows the last one."""
+
+    embedding: Piece
+    layers: tuple[tuple[Piece, ...], ...]
+    head: Piece
+    """Final norm, output layer and loss."""
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All, in the order in which a token meets them."""
+        yield self.embedding
+        for branches in self.layers:
+            yield from branches
+        yield self.head
+
+    def params(self) -> Iterator[Param]:
+        """Every parameter of the whole model."""
+        for piece in self.pieces:
+            yield from piece.params
+
+    @property
+    def num_parameters(self) -> int:
+        """Padding and tied copies not counted."""
+        return sum(each.numel for each in self.params())
+
+    @property
+    def padding(self) -> int:
+        """Elements that are stored beside the parameters."""
+        return sum(each.padding for each in self.params())
+
+    @property
+    def stored_vocabulary(self) -> int:
+        """Rows of the word embeddings over all tensor-parallel ranks, padding included."""
+        words = self.embedding.params[0]
+        return (words.stored or words.shape)[0]
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of one sequence, forward and backward, without recomputation.
+
+        * A matrix product (m, k) x (k, n) counts 2 m k n; backward counts twice the forward.
+        * Causal attention counts half of the full s x s scores, a sliding window only its band: the products that are
+          needed, not those that a kernel may do on top.
+        * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing.
+        """
+        return 3.0 * sum(piece.flops for piece in self.pieces)
+
+    @property
+    def costs(self) -> ModelCosts:
+        """For the balance of pipeline stages."""
+        layers = [[branch.time for branch in branches] for branches in self.layers]
+        unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 each where all are alike
+        return ModelCosts(tuple(tuple(time / unit for time in each) for each in layers), self.head.time / unit)
+
+
+def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()) -> float:
+    """Bytes per token that pieces keep for backward, without those of modules that are computed again."""
+    saved = [each for piece in pieces for op in piece.ops for each in op.saved]
+    return sum(each.bytes for each in saved if not recomputed.intersection(each.modules))
+
+
+# ---- what descriptions are made of
+
+
+def activation_bytes(config: Config) -> int:
+    """Bytes of an element of a weight as the model computes with it, and of an activation."""
+    return 2 if config.fp16 or config.bf16 else 8 if config.fp64 else 4
+
+
+def stream_bytes(config: Config) -> int:
+    """Bytes of an element of the residual stream."""
+    return max(activation_bytes(config), 4) if config.fp32_residual_connection else activation_bytes(config)
+
+
+def stream_elements(config: Config) -> float:
+    """Elements of the residual stream per token on this rank: sequence parallelism splits positions."""
+    return config.hidden_size / (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
+def linear(name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, shared: int = 0) -> list[Param]:
+    """A weight ``(*out, into)`` that tensor-parallel ranks split along ``dim``, and its bias."""
+    params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared)]
+    if bias:  # of a weight that is split along its input, every rank adds up the whole bias
+        params.append(Param(f"{name}.bias", out, {"tp": dim} if dim < len(out) else {}, shared=shared, ndim=1))
+    return params
+
+
+def gemm(weight: Param, config: Config, tokens: int, *, gradients: float = 0.0, saved: tuple[Saved, ...] = ()) -> Op:
+    """The product with a weight, of ``tokens`` a sequence."""
+    shapes = weight.local_shapes({"tp": config.tensor_model_parallel_size})
+    local = (sum(rows for rows, _ in shapes), shapes[0][1])
+    name = weight.name.removesuffix(".weight").rpartition(".")[2]
+    return Op("gemm", name, 2.0 * tokens * math.prod(weight.shape), gemm=local, gradients=gradients, saved=saved)
+
+
+def norm(name: str, size: int, config: Config) -> list[Param]:
+    """Weight and, of LayerNorm, bias."""
+    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    return [Param(f"{name}.{kind}", (size,), ndim=1) for kind in kinds]
+
+
+def residual_norm(name: str, config: Config) -> tuple[list[Param], Op]:
+    """The norm at the beginning of a branch. It keeps what it reads, and the branch's first product what it writes,
+    under --tp-comm-overlap at the positions of all ranks."""
+    elements, item = stream_elements(config), activation_bytes(config)
+    gathered = config.hidden_size if config.tp_comm_overlap else elements
+    kept = (Saved("stream", elements * stream_bytes(config)), Saved("normed", gathered * item, ("layernorm",)))
+    return norm(name, config.hidden_size, config), Op("norm", name, traffic=8.0 * item * elements, saved=kept)
+
+
+def dropout_mask(config: Config) -> Saved:
+    """One byte per element of the stream."""
+    return Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))

@@ -1,0 +1,295 @@
+"""Transformer Engine's modules in the slots of ours. The only file that imports the package, on first use.
+
+What is taken over are kernels: products, norms, attention. What stays ours: parameters (their placement, names and
+initial values, so that a checkpoint does not know who computed), the sums over tensor-parallel ranks (operators around
+a product of one rank), and where weight gradients go. On one tensor-parallel rank the norm before a product is computed
+with it (``TEColumnParallelLinear.take_over``), and stays the owner of its parameters.
+
+Each module here owns its parameters and holds one of Transformer Engine's *beside* the module tree, built without
+memory, whose parameters are then replaced by ours. So names, ``state_dict`` and what hooks see are exactly those of the
+built-in modules, and the package's own state (``_extra_state``) is in no checkpoint.
+
+A weight with ``main_grad`` gets its gradient added to that by the product itself (``fuse_wgrad_accumulation``); the
+package then marks it ``grad_added_to_main_grad`` and gives autograd a stand-in of its size.
+
+Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head dim, t tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
+from megatron.core.extensions.cudnn import one_cudnn
+from megatron.core.extensions.installed import is_installed
+from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.sharding.placement import Init, Ones, Shard, Zeros, parameter
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    identity,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+
+NAME = "transformer_engine"
+MODULE = "transformer_engine.pytorch"
+INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+
+
+def transformer_engine_is_installed() -> bool:
+    """Found without importing it."""
+    return is_installed(NAME)
+
+
+def missing_package(reason: str = "the package is not installed") -> ValueError:
+    """What to say where it was asked for."""
+    return ValueError(f"--transformer-impl {NAME}: {reason}; install it: {INSTALL}; or take --transformer-impl local")
+
+
+def load_transformer_engine() -> Any:
+    """``transformer_engine.pytorch``; ValueError with the command that installs it."""
+    if not transformer_engine_is_installed():
+        raise missing_package()
+    if MODULE not in sys.modules:
+        with one_cudnn():
+            try:
+                importlib.import_module(MODULE)
+            except (ImportError, OSError, RuntimeError) as error:  # libraries for another CUDA or torch
+                raise missing_package(f"it is installed but cannot be imported ({error})") from error
+    return sys.modules[MODULE]
+
+
+class Product:
+    """``x W^T + b`` by ``te.Linear`` on parameters of ours, on one rank."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, fuse_weight_gradient: bool) -> None:
+        out_features, in_features = weight.shape
+        self.weight, self.bias, self.fuse_weight_gradient = weight, bias, fuse_weight_gradient
+        self.linear = load_transformer_engine().Linear(
+            in_features, out_features, bias=bias is not None, params_dtype=weight.dtype, device="meta"
+        )
+        self.linear.weight = weight
+        if bias is not None:
+            self.linear.bias = bias
+
+    @property
+    def fuses(self) -> bool:
+        """Whether the gradient is added to ``main_grad``; a model outside of data parallelism has none."""
+        return self.fuse_weight_gradient and hasattr(self.weight, "main_grad")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.linear.fuse_wgrad_accumulation = self.fuses
+        return self.linear(x)
+
+
+class NormProduct:
+    """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a norm and of a linear layer of ours."""
+
+    def __init__(self, norm: TENorm, product: Product) -> None:
+        self.product = product
+        weight, bias = product.weight, product.bias
+        out_features, in_features = weight.shape
+        self.linear = load_transformer_engine().LayerNormLinear(
+            in_features, out_features, eps=norm.eps, bias=bias is not None, normalization=norm.kind,
+            zero_centered_gamma=norm.zero_centered, params_dtype=weight.dtype, device="meta",
+        )  # fmt: skip
+        self.linear.weight, self.linear.layer_norm_weight = weight, norm.weight
+        if bias is not None:
+            self.linear.bias = bias
+        if norm.bias is not None:
+            self.linear.layer_norm_bias = norm.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.linear.fuse_wgrad_accumulation = self.product.fuses
+        return self.linear(x)
+
+
+def _is_sequence_parallel(config: Any, groups: ProcessGroups) -> bool:
+    return config.sequence_parallel and groups.tp.size > 1
+
+
+def column_parameters(
+    input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Weight and bias of a column-parallel layer, placed as ``tensor_parallel.layers.ColumnParallelLinear`` does."""
+    if size.is_shared_over(groups.tp.size):
+        raise UserError(
+            f"--transformer-impl {NAME}: {size.shape[0]} key and value heads (num_query_groups) for "
+            f"{groups.tp.size} tensor-parallel ranks, several of which would share a head; take --transformer-impl "
+            "local, or fewer ranks"
+        )
+    placed = {"tp": Shard(size.split_dim), "groups": groups, "dtype": config.params_dtype}
+    weight = parameter((*size.shape, input_size), init=init, ndim=2, **placed)
+    return weight, parameter(size.shape, init=Zeros(), ndim=1, **placed) if bias else None
+
+
+class TEColumnParallelLinear(nn.Module):
+    """As ``tensor_parallel.layers.ColumnParallelLinear``."""
+
+    implementation = NAME
+
+    def __init__(
+        self, input_size: int, output_size: int | StackedSize, *, config: Any, init_method: Init, bias: bool = True,
+        gather_output: bool = False, skip_bias_add: bool = False, groups: ProcessGroups | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
+        self.weight, self.bias = column_parameters(
+            input_size, size, bias=bias, init=init_method, config=config, groups=groups
+        )
+        self.group, self.skip_bias_add = groups.tp, skip_bias_add
+        product = Product(
+            self.weight, None if skip_bias_add else self.bias, fuse_weight_gradient=config.gradient_accumulation_fusion
+        )
+        self._product: Product | NormProduct = product
+        self._enter: Callable = copy_to_tensor_model_parallel_region
+        if _is_sequence_parallel(config, groups):
+            self._enter = gather_from_sequence_parallel_region
+        self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        product = self._product(self._enter(x, self.group))
+        return self._leave(product, self.group), self.bias if self.skip_bias_add else None
+
+    def take_over(self, norm: TENorm) -> None:
+        """Compute ``norm`` too, which from now on passes its input on. Of one tensor-parallel rank: with more, the
+        sequence is gathered between the two."""
+        assert isinstance(self._product, Product) and self.group.size == 1
+        self._product = NormProduct(norm, self._product)
+        norm.pass_on()
+
+
+class TERowParallelLinear(nn.Module):
+    """As ``tensor_parallel.layers.RowParallelLinear``."""
+
+    implementation = NAME
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: Any, init_method: Init, bias: bool = True,
+        input_is_parallel: bool = True, skip_bias_add: bool = False, groups: ProcessGroups | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        sequence_parallel = _is_sequence_parallel(config, groups)
+        placed = {"groups": groups, "dtype": config.params_dtype}
+        self.weight = parameter((output_size, input_size), init=init_method, tp=Shard(1), **placed)
+        # under sequence parallelism each rank adds the bias to its own positions only
+        partial = ("tp",) if sequence_parallel else ()
+        self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
+        self.group, self.skip_bias_add = groups.tp, skip_bias_add
+        self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
+        self._product = Product(
+            self.weight, self.bias if self._bias_is_fused else None,
+            fuse_weight_gradient=config.gradient_accumulation_fusion,
+        )  # fmt: skip
+        self._enter: Callable = identity if input_is_parallel else scatter_to_tensor_model_parallel_region
+        self._leave: Callable = reduce_from_tensor_model_parallel_region
+        if sequence_parallel:
+            self._leave = reduce_scatter_to_sequence_parallel_region
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output = self._leave(self._product(self._enter(x, self.group)), self.group)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None or self._bias_is_fused else output + self.bias, None
+
+
+class TENorm(nn.Module):
+    """LayerNorm or RMSNorm, as ``config.normalization`` says. ``partial``: axes of partial gradients."""
+
+    implementation = NAME
+
+    def __init__(
+        self, config: Any, hidden_size: int, eps: float, *, groups: ProcessGroups | None = None,
+        partial: tuple[str, ...] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        groups = groups or SINGLE_PROCESS
+        if partial is None:
+            partial = ("tp",) if _is_sequence_parallel(config, groups) else ()
+        placed = {"partial": partial, "groups": groups, "dtype": config.params_dtype}
+        self.eps, self.kind, self.zero_centered = eps, config.normalization, config.apply_layernorm_1p
+        self.weight = parameter((hidden_size,), init=Zeros() if config.apply_layernorm_1p else Ones(), **placed)
+        self.bias: nn.Parameter | None = None
+        norm = getattr(load_transformer_engine(), self.kind)(
+            hidden_size, eps=eps, zero_centered_gamma=self.zero_centered, device="meta", dtype=config.params_dtype
+        )
+        norm.weight = self.weight
+        if self.kind == "LayerNorm":
+            self.bias = norm.bias = parameter((hidden_size,), init=Zeros(), **placed)
+        self._norm: tuple[Callable[[Tensor], Tensor]] = (norm,)  # in a tuple: no submodule
+
+    def pass_on(self) -> None:
+        """Own the parameters but leave the computation to a layer that took it over."""
+        self._norm = (lambda x: x,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm[0](x)
+
+
+class TEDotProductAttention(nn.Module):
+    """``te.DotProductAttention`` without dropout, causal or not. Query [s, b, a, d], key and value [s, b, g, d] ->
+    [s, b, a * d].
+
+    ``window``: keys seen to the left and right of a query, -1 for all. Which kernel runs is the package's own choice,
+    narrowed by its variables (:func:`kernel_variables`).
+    """
+
+    implementation = NAME
+
+    def __init__(
+        self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None,
+        groups: ProcessGroups | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        tp = (groups or SINGLE_PROCESS).tp
+        left, right = window or (-1, -1)
+        attention = load_transformer_engine().DotProductAttention(
+            config.num_attention_heads // tp.size, config.kv_channels,
+            num_gqa_groups=config.num_query_groups // tp.size, attention_dropout=0.0,
+            attn_mask_type="causal" if causal else "no_mask", window_size=(left, 0 if causal else right),
+            layer_number=layer_number,
+        )  # fmt: skip
+        self._attention = (attention,)  # in a tuple: no submodule
+        self.packed_mask = "padding_causal" if causal else "padding"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None, dropout: object = None,
+    ) -> Tensor:  # fmt: skip
+        if attention_mask is not None:
+            raise UserError(
+                f"attention_mask: --transformer-impl {NAME} takes no dense masks; describe documents by "
+                "packed_seq_params, windows by window_size, or take --transformer-impl local"
+            )
+        if packed_seq_params is None or packed_seq_params.cu_seqlens_q is None:
+            return self._attention[0](query, key, value)
+        length, batch = query.shape[:2]
+        # [s, b, ...] -> [b * s, ...]: documents are runs of a row
+        flat = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        bounds, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q or length
+        mixed = self._attention[0](
+            *flat, qkv_format="thd", attn_mask_type=self.packed_mask, cu_seqlens_q=bounds, cu_seqlens_kv=bounds,
+            max_seqlen_q=longest, max_seqlen_kv=longest,
+        )  # fmt: skip
+        return mixed.reshape(batch, length, -1).transpose(0, 1)
+
+
+def kernel_variables(backend: str, *, deterministic: bool = False) -> dict[str, str]:
+    """Environment variables by which the package is told which attention kernels it may choose from."""
+    kinds = ("flash", "fused", "unfused")
+    variables = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"} if deterministic else {}
+    if backend in kinds:
+        variables |= {f"NVTE_{kind.upper()}_ATTN": str(int(kind == backend)) for kind in kinds}
+    return variables

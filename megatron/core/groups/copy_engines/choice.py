@@ -1,0 +1,72 @@
+"""Which groups have copy engines between their ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.config.notices import notice
+from megatron.core.groups.copy_engines.exchange import CopyEngines
+from megatron.core.groups.copy_engines.window import OpenWindow, SymmetricWindow
+
+logger = logging.getLogger(__name__)
+
+DEVICE = "cuda"
+
+
+def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyEngines | None:
+    """Copy engines of the group ``ranks``, in which this is number ``rank``; None, on all ranks, without any.
+
+    They need NCCL and ranks on one host whose GPUs reach each other's memory. They do not work where all streams share
+    one queue, in which a stream that waits would hold up what it waits for.
+    """
+    if dist.get_backend(handle) != "nccl":
+        return None
+    open_window = partial(SymmetricWindow, handle)
+    reason = "CUDA_DEVICE_MAX_CONNECTIONS is 1" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else ""
+    works = _all_agree(handle, not reason)
+    if works and not _on_one_host(handle):
+        works, reason = False, "its ranks are on several hosts"
+    if works:
+        reason = _trial(open_window, rank)
+        works = _all_agree(handle, not reason)
+    if works:
+        return CopyEngines(rank, len(ranks), open_window)
+    notice(logger, "%s: messages go through NCCL instead of copy engines: %s", name, reason or "a peer cannot")
+    return None
+
+
+def _trial(open_window: OpenWindow, rank: int) -> str:
+    """Opens a small window and signals in it; what went wrong, or nothing."""
+    try:
+        window = open_window(16, 1)
+        window.here().write([window.word(rank, 0)], 1)
+        window.here().wait([window.word(rank, 0)], 1)
+        torch.cuda.synchronize()
+    except (RuntimeError, OSError, AttributeError, ImportError) as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
+def _all_agree(handle: Any, agrees: bool) -> bool:
+    votes = torch.tensor([int(agrees)], device=DEVICE)
+    dist.all_reduce(votes, dist.ReduceOp.MIN, group=handle)
+    return bool(votes.item())
+
+
+def _on_one_host(handle: Any) -> bool:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    number = zlib.crc32(host.encode())
+    extremes = torch.tensor([number, -number], dtype=torch.int64, device=DEVICE)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=handle)  # the largest, and minus the smallest
+    return bool(extremes[0] == -extremes[1])

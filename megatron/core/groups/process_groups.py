@@ -1,0 +1,264 @@
+"""Process groups as plain data: which ranks form the groups of every axis, and the handles that layers receive.
+
+``RankGrid`` is a pure function of sizes. The dense grid orders its axes fastest to slowest, by default
+``tp-cp-ep-dp-pp`` with world = tp * cp * dp * pp: expert parallelism takes no ranks of its own. Expert layers see the
+same world through a second grid with ``etp`` in the place of tp, no cp, ``ep``, and the data parallelism that remains,
+``edp``.
+
+A group of one rank has no handle, and every collective over it is the identity: layers need no special case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from megatron.core.config.errors import UserError
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group of one axis that this process belongs to. ``rank`` counts within the group."""
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    handle: Any = field(default=None, compare=False)
+    """torch.distributed.ProcessGroup; None exactly when the group has one rank."""
+    host_handle: Any = field(default=None, compare=False)
+    """A gloo twin for CPU tensors where ``handle`` is NCCL (only on the axes that need one)."""
+    engines: Any = field(default=None, compare=False)
+    """``copy_engines.CopyEngines`` between the ranks; None where everything goes through ``handle``."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """One group per axis, or per combination of axes, as seen by this process. The defaults describe a single
+    process."""
+
+    world: Group = Group("world")
+    tp: Group = Group("tp")
+    cp: Group = Group("cp")
+    cp_a2a: Group = Group("cp_a2a")
+    """Inner level of two-level context parallelism: neighbours in ``cp`` that exchange heads; alone without levels."""
+    cp_p2p: Group = Group("cp_p2p")
+    """Outer level: ranks at the same place of the inner groups, which form a ring."""
+    pp: Group = Group("pp")
+    dp: Group = Group("dp")
+    dp_cp: Group = Group("dp_cp")
+    """Ranks that hold the same dense parameters: their gradients are summed over it."""
+    dp_cp_shard: Group = Group("dp_cp_shard")
+    """Ranks of ``dp_cp`` that share out one copy of the optimizer state: all of them with one instance."""
+    dp_cp_replica: Group = Group("dp_cp_replica")
+    """Ranks of ``dp_cp`` that hold the same part of the optimizer state, one of each instance."""
+    tp_cp: Group = Group("tp_cp")
+    tp_pp: Group = Group("tp_pp")
+    """Ranks that together hold one copy of the model (Megatron-LM's model-parallel group)."""
+    tp_dp_cp: Group = Group("tp_dp_cp")
+    ep: Group = Group("ep")
+    etp: Group = Group("etp")
+    edp: Group = Group("edp")
+    etp_ep: Group = Group("etp_ep")
+    pp_up: Group = Group("pp_up")
+    """The ranks of ``pp`` again, with a communicator of their own for messages to higher ranks."""
+    pp_down: Group = Group("pp_down")
+    """The same for messages to lower ranks."""
+    embedding: Group = Group("embedding")
+    """First and last pipeline stage, which share tied embeddings; one rank where this rank is on neither."""
+
+
+SINGLE_PROCESS = ProcessGroups()
+
+_AXES = {
+    "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp",
+    "tp_dp_cp": "tp-dp-cp",
+}  # fmt: skip
+_LANES = ("pp_up", "pp_down")
+"""Groups that share their communicator with no other, although others have the same ranks."""
+_EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep"}
+
+
+def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[str]) -> list[list[int]]:
+    """Groups that vary the ``wanted`` axes and fix the others, for a grid with axes ordered fastest to slowest.
+
+    Within a group ranks ascend, and groups are ordered by their first rank.
+    """
+    world_size = math.prod(sizes.values())
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(world_size):
+        rest, fixed = rank, []
+        for axis, size in sizes.items():
+            rest, coordinate = divmod(rest, size)
+            if axis not in wanted:
+                fixed.append(coordinate)
+        groups.setdefault(tuple(fixed), []).append(rank)
+    return sorted(groups.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankGrid:
+    """Sizes of all axes and the rank lists that follow from them."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    order: str = DEFAULT_ORDER
+    optimizer_instances: int = 1
+    """Copies of sharded optimizer state: ``dp_cp`` groups are cut into as many stretches."""
+
+    cp_levels: tuple[int, int] | None = None
+    """Inner and outer size of two-level context parallelism."""
+
+    def __post_init__(self) -> None:
+        if self.cp_levels is not None and math.prod(self.cp_levels) != self.cp:
+            raise UserError(
+                f"hierarchical context-parallel sizes {self.cp_levels[0]} x {self.cp_levels[1]} are not "
+                f"context-parallel size {self.cp}"
+            )
+        if self.optimizer_instances < 1 or (self.dp * self.cp) % self.optimizer_instances:
+            raise UserError(
+                f"{self.optimizer_instances} optimizer instances do not divide the {self.dp * self.cp} ranks of data "
+                "and context parallelism"
+            )
+        for axis in ("tp", "cp", "dp", "pp", "ep"):
+            if getattr(self, axis) < 1:
+                raise UserError(f"{axis} size is {getattr(self, axis)}; every axis needs a size of at least 1")
+        if sorted(self.order.split("-")) != sorted(DEFAULT_ORDER.split("-")):
+            raise UserError(f"order {self.order!r} must be a permutation of {DEFAULT_ORDER!r}")
+        if self.world_size % (self.expert_tp * self.ep * self.pp):
+            raise UserError(
+                f"expert grid: world size {self.world_size} is not divisible by expert-tensor-parallel "
+                f"{self.expert_tp} x "
+                f"expert-model-parallel {self.ep} x pipeline-model-parallel {self.pp}"
+            )
+        if self._rank_lists(self.expert_sizes, "pp") != self._rank_lists(self.sizes, "pp"):
+            raise UserError(f"order {self.order!r} gives the expert grid other pipeline groups than the dense grid")
+
+    @classmethod
+    def from_world(cls, world_size: int, *, tp: int = 1, cp: int = 1, pp: int = 1, **rest: Any) -> RankGrid:
+        """The grid whose data-parallel size is what remains of ``world_size``."""
+        if world_size % (tp * cp * pp):
+            raise UserError(
+                f"world size {world_size} is not divisible by tensor-model-parallel {tp} x context-parallel {cp} x "
+                f"pipeline-model-parallel {pp} = {tp * cp * pp}; choose sizes whose product divides it"
+            )
+        return cls(tp=tp, cp=cp, pp=pp, dp=world_size // (tp * cp * pp), **rest)
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    @property
+    def edp(self) -> int:
+        """Data-parallel size of expert parameters."""
+        return self.world_size // (self.expert_tp * self.ep * self.pp)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Dense axes, fastest first."""
+        return {axis: getattr(self, axis) for axis in self.order.split("-") if axis != "ep"}
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Expert axes, fastest first: tp stands for expert tensor parallelism and dp for ``edp``."""
+        by_axis = {"tp": self.expert_tp, "ep": self.ep, "dp": self.edp, "pp": self.pp}
+        return {axis: by_axis[axis] for axis in self.order.split("-") if axis != "cp"}
+
+    @staticmethod
+    def _rank_lists(sizes: dict[str, int], axes: str) -> list[list[int]]:
+        return orthogonal_rank_lists(sizes, set(axes.split("-")))
+
+    def rank_lists(self, axes: str) -> list[list[int]]:
+        """All groups of dense axes such as ``"tp"`` or ``"dp-cp"``."""
+        return self._rank_lists(self.sizes, axes)
+
+    def expert_rank_lists(self, axes: str) -> list[list[int]]:
+        """All groups of expert axes: ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"``, ``"pp"``."""
+        return self._rank_lists(self.expert_sizes, axes)
+
+    def optimizer_shard_rank_lists(self) -> list[list[int]]:
+        """Stretches of the ``dp_cp`` groups, one per optimizer instance."""
+        size = self.dp * self.cp // self.optimizer_instances
+        return [ranks[i : i + size] for ranks in self.rank_lists("dp-cp") for i in range(0, len(ranks), size)]
+
+    def optimizer_replica_rank_lists(self) -> list[list[int]]:
+        """Ranks at the same place of those stretches."""
+        size = self.dp * self.cp // self.optimizer_instances
+        return [ranks[i::size] for ranks in self.rank_lists("dp-cp") for i in range(size)]
+
+    def inner_context_rank_lists(self) -> list[list[int]]:
+        """Stretches of the ``cp`` groups, one for each place in the outer level."""
+        size = self.cp_levels[0] if self.cp_levels else 1
+        return [ranks[i : i + size] for ranks in self.rank_lists("cp") for i in range(0, len(ranks), size)]
+
+    def outer_context_rank_lists(self) -> list[list[int]]:
+        """Ranks at the same place of those stretches; every rank alone without levels."""
+        if self.cp_levels is None:
+            return [[rank] for rank in range(self.world_size)]
+        size = self.cp_levels[0]
+        return [ranks[i::size] for ranks in self.rank_lists("cp") for i in range(size)]
+
+    def embedding_rank_lists(self) -> list[list[int]]:
+        """Per pipeline: its first and last rank, then its middle ranks one by one."""
+        lists = []
+        for ranks in self.rank_lists("pp"):
+            lists.append([ranks[0], ranks[-1]] if len(ranks) > 1 else ranks)
+            lists.extend([rank] for rank in ranks[1:-1])
+        return lists
+
+    def all_rank_lists(self) -> dict[str, list[list[int]]]:
+        """Rank lists by field name of ``ProcessGroups``; each field partitions the world."""
+        lists = {"world": [list(range(self.world_size))]}
+        lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
+        lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
+        lists |= {"dp_cp_shard": self.optimizer_shard_rank_lists()}
+        lists |= {"dp_cp_replica": self.optimizer_replica_rank_lists()}
+        lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
+        lists |= {"cp_a2a": self.inner_context_rank_lists(), "cp_p2p": self.outer_context_rank_lists()}
+        return lists | {"embedding": self.embedding_rank_lists()}
+
+
+def build_process_groups(
+    grid: RankGrid, rank: int, new_group: Callable[[str, list[list[int]]], tuple[Any, Any]]
+) -> ProcessGroups:
+    """The groups of process ``rank``.
+
+    ``new_group(name, rank_lists)`` is called once per distinct partition with groups of two ranks or more, in the same
+    order on all ranks, and returns (handle, host handle) of this rank's group. Axes with equal partitions share
+    handles, pipeline lanes excepted.
+    """
+    handles: dict[tuple[str, tuple[tuple[int, ...], ...]], tuple[Any, Any]] = {}
+    built: dict[str, Group] = {}
+    for axis_field in fields(ProcessGroups):
+        name = axis_field.name
+        lists = grid.all_rank_lists()[name]
+        ranks = next(group for group in lists if rank in group)
+        partition = (name if name in _LANES else "", tuple(map(tuple, lists)))
+        if any(len(group) > 1 for group in lists) and partition not in handles:
+            handles[partition] = new_group(name, [group for group in lists if len(group) > 1])
+        handle, host_handle = handles[partition] if len(ranks) > 1 else (None, None)
+        built[name] = Group(name, tuple(ranks), ranks.index(rank), handle, host_handle)
+    return ProcessGroups(**built)

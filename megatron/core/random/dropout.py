@@ -1,0 +1,136 @@
+"""Dropout whose mask depends on where a value stands in the global batch, not on which rank computes it or when.
+
+Legend: s sequence (local), b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
+from megatron.core.random.philox import DropoutStream
+
+_COUNTERS_PER_PASS = 1 << 14
+
+
+@dataclass(frozen=True)
+class DropoutCoordinates:
+    """Where the tokens of a micro-batch stand: all that a mask depends on, besides layer and site."""
+
+    stream: DropoutStream
+    sample_b: Tensor
+    """Global sample counter, int64 [b]."""
+    position_s: Tensor
+    """Global position of each token of the residual stream on this rank, int64 [s]."""
+    query_position_s: Tensor
+    """Global position of each query of attention on this rank: more than the above under sequence parallelism."""
+
+
+class _ScaleByMask(torch.autograd.Function):
+    """x * mask * scale, keeping only the bool mask for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask.view(torch.uint8)).mul_(scale)  # four times as fast as a product with a bool tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return (grad * mask.view(torch.uint8)).mul_(ctx.scale), None, None
+
+
+class Dropout(nn.Module):
+    """Inverted dropout: zero with probability ``rate``, else divided by 1 - rate. The identity when evaluating.
+
+    With a ``residual`` the result is added to it. ``fused`` lets a kernel do both; it draws the same mask.
+    """
+
+    def __init__(self, rate: float, *site: str | int, fused: bool = False) -> None:
+        super().__init__()
+        self.rate, self.site = rate, site
+        self._drop = ByDevice(self._drop_in_kernel, self._drop_plain) if fused else self._drop_plain
+
+    def _scaled(self, x: Tensor, mask: Tensor) -> Tensor:
+        return _ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
+
+    def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
+        if coordinates is None:
+            raise ValueError(
+                f"dropout at {self.site} needs the coordinates of its tokens: pass dropout=DropoutCoordinates(...), "
+                f"set the "
+                "dropout rates to 0 or call eval()"
+            )
+        return coordinates
+
+    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
+        """``x`` and ``residual`` [s, b, h]."""
+        if not self.training:
+            return _added(x, residual)
+        return self._drop(x, self._checked(coordinates), residual)
+
+    def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
+        features = range(x.shape[-1])
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
+        for first in range(0, len(x), step):
+            position = at.position_s[first : first + step, None, None]
+            sample = at.sample_b[None, :, None]
+            mask[first : first + step] = at.stream.keep_mask(self.rate, self.site, sample, position, 0, features)
+        return _added(self._scaled(x, mask), residual)
+
+    def _drop_in_kernel(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
+        threshold = round(DropoutStream.exact_rate(self.rate) * 65536)
+        return dropout_add_triton(x, residual, Draw(at.stream.key(self.site), at.sample_b, at.position_s, threshold))
+
+
+def _added(x: Tensor, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual + x
+
+
+class AttentionDropout(Dropout):
+    """Dropout of attention weights; the mask also depends on the global head and the key's position."""
+
+    def __init__(self, rate: float, *site: str | int, first_head: int = 0) -> None:
+        super().__init__(rate, *site)
+        self.first_head = first_head
+
+    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
+        """``x`` [b, heads, queries, keys], keys at positions 0, 1, ..."""
+        if not self.training:
+            return x
+        at = self._checked(coordinates)
+        keys = range(x.shape[-1])
+        position = at.query_position_s[None, :, None]
+        rows = torch.arange(self.first_head, self.first_head + x.shape[1], device=x.device)[:, None, None]
+        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+        step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0, 0].numel()))
+        for batch in range(x.shape[0]):
+            for first in range(0, x.shape[1], step):
+                mask[batch, first : first + step] = at.stream.keep_mask(
+                    self.rate, self.site, at.sample_b[batch], position, rows[first : first + step], keys
+                )
+        return _added(self._scaled(x, mask), residual)
+
+
+class NoDropout(nn.Module):
+    """What a rate of zero builds."""
+
+    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
+        return _added(x, residual)
+
+
+def make_dropout(rate: float, *site: str | int, fused: bool = False) -> nn.Module:
+    """``site`` names the place in the model, layer number included."""
+    return Dropout(rate, *site, fused=fused) if rate else NoDropout()
+
+
+def dropout_is_fused(config: Any) -> bool:
+    """Whether a kernel computes dropout of the residual stream's branches."""
+    return kernels_serve(config.params_dtype, config.bias_dropout_fusion)

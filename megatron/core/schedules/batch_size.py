@@ -1,0 +1,203 @@
+"""Global batch size, micro-batch count and training length as pure functions of consumed samples.
+
+Three kinds of schedule, told apart by the configuration: one constant size; a linear ramp ``--rampup-batch-size start
+increment samples``, whose increments are spread evenly over the ramp's samples; and a step schedule in tokens
+``--step-batch-size-schedule "0:16 2.4B:320"``. All are reduced to :class:`Plateau` rows, from which everything follows;
+nothing here keeps state, so that any rank computes any moment of the run.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from megatron.core.config.errors import UserError
+
+_STEPS = "--step-batch-size-schedule"
+_MAX_STEPS = 10_000  # plateaus of a ramp
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+class BatchConfig(Protocol):
+    """The fields that the batch schedule reads; ``PretrainConfig`` has them all."""
+
+    @property
+    def micro_batch_size(self) -> int: ...
+
+    @property
+    def global_batch_size(self) -> int | None: ...
+
+    @property
+    def rampup_batch_size(self) -> Sequence[int] | None: ...
+
+    @property
+    def step_batch_size_schedule(self) -> str | None: ...
+
+    @property
+    def decrease_batch_size_if_needed(self) -> bool: ...
+
+    @property
+    def seq_length(self) -> int: ...
+
+
+class ScheduleError(UserError):
+    """Flags of the batch size that cannot be read or met."""
+
+    def __init__(self, flag: str, reason: str) -> None:
+        super().__init__(f"{flag}: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Plateau:
+    """Iterations that begin at ``first_sample`` or later take ``size`` samples each (until the next plateau)."""
+
+    first_sample: int
+    size: int
+
+
+def parse_token_count(text: str) -> int:
+    """``"2.4B"`` -> 2400000000. Suffixes K, M, B, T are powers of 1000; :class:`ScheduleError` for anything else."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)([KMBT]?)", text.strip().upper())
+    if not match:
+        raise ScheduleError(_STEPS, f"{text!r} is not a token count such as 0, 500M or 2.4B")
+    count = Fraction(match[1]) * _SUFFIXES[match[2]]
+    if count.denominator != 1:
+        raise ScheduleError(_STEPS, f"{text!r} is not a whole number of tokens")
+    return int(count)
+
+
+def parse_step_schedule(text: str, seq_length: int) -> list[Plateau]:
+    """Rows of ``"0:16 2.4B:320"``: thresholds in tokens (first 0, strictly rising), then sizes in samples.
+
+    A size holds from the first sample at which the consumed tokens reach its threshold.
+    """
+    flag = f"{_STEPS} {text!r}"
+    plateaus: list[Plateau] = []
+    previous = -1
+    for entry in text.replace(",", " ").split():
+        threshold, colon, size_text = entry.partition(":")
+        if not colon or not re.fullmatch("0*[1-9][0-9]{0,8}", size_text):
+            raise ScheduleError(flag, f"{entry!r} is not TOKENS:SIZE with a positive whole size below 1 billion")
+        tokens = parse_token_count(threshold)
+        if not plateaus and tokens:
+            raise ScheduleError(flag, f"the first threshold is {threshold}, it must be 0")
+        if tokens <= previous:
+            raise ScheduleError(flag, f"thresholds must rise, but {threshold} follows {previous}")
+        previous = tokens
+        plateaus.append(Plateau(-(-tokens // seq_length), int(size_text)))
+    if not plateaus:
+        raise ScheduleError(flag, 'no entry; give for example "0:16 2.4B:320"')
+    return plateaus
+
+
+def ramp_schedule(rampup: Sequence[int], final_size: int) -> list[Plateau]:
+    """Rows of ``--rampup-batch-size start increment samples``.
+
+    Step j (size start + j * increment) begins when ``consumed >= j * samples / number of increments``.
+    """
+    flag = f"--rampup-batch-size {' '.join(map(str, rampup))}"
+    if len(rampup) != 3:
+        raise ScheduleError(flag, "needs three numbers, START INCREMENT SAMPLES")
+    start, increment, samples = (int(value) for value in rampup)
+    if start <= 0 or increment <= 0 or samples < 0:
+        raise ScheduleError(flag, "start and increment must be positive and samples not negative")
+    steps, rest = divmod(final_size - start, increment)
+    if steps < 0 or rest:
+        raise ScheduleError(
+            flag,
+            f"the way from {start} to --global-batch-size {final_size} is not a whole number of "
+            f"increments of {increment}; nearest start: {final_size - max(steps, 0) * increment}",
+        )
+    if steps > _MAX_STEPS:
+        raise ScheduleError(flag, f"makes {steps} steps; give a larger increment, for {_MAX_STEPS} at most")
+    return [Plateau(-(-j * samples // steps) if steps else 0, start + j * increment) for j in range(steps + 1)]
+
+
+def batch_size_plateaus(config: BatchConfig) -> list[Plateau]:
+    """The schedule of ``config``; rows with the same first sample are allowed, the last of them counts.
+
+    Raises:
+        ScheduleError: unreadable or contradictory flags.
+    """
+    if config.step_batch_size_schedule:
+        if config.rampup_batch_size:
+            raise ScheduleError("--rampup-batch-size", "excludes --step-batch-size-schedule: give one")
+        return parse_step_schedule(config.step_batch_size_schedule, config.seq_length)
+    if not config.global_batch_size or config.global_batch_size < 0:
+        raise ScheduleError(f"--global-batch-size {config.global_batch_size}", "give a positive size")
+    if config.rampup_batch_size:
+        return ramp_schedule(config.rampup_batch_size, config.global_batch_size)
+    return [Plateau(0, config.global_batch_size)]
+
+
+def check_batch_sizes(config: BatchConfig, data_parallel_size: int) -> None:
+    """Raise ``ValueError`` unless every size of the schedule is a multiple of micro-batch size x data-parallel size."""
+    unit = config.micro_batch_size * data_parallel_size
+    for size in dict.fromkeys(plateau.size for plateau in batch_size_plateaus(config)):
+        if size < unit or (size % unit and not config.decrease_batch_size_if_needed):
+            near = max(size // unit, 1) * unit
+            raise UserError(
+                f"global batch size {size} is not divisible by --micro-batch-size {config.micro_batch_size} x "
+                f"data-parallel size {data_parallel_size}; nearest valid sizes: {near} and {near + unit}"
+            )
+
+
+def global_batch_size(config: BatchConfig, consumed_samples: int) -> int:
+    """Size of the global batch that starts after ``consumed_samples`` samples."""
+    return _size_at(batch_size_plateaus(config), consumed_samples)
+
+
+def running_global_batch_size(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
+    """Like :func:`global_batch_size`, lowered to a multiple of MBS x DP under ``--decrease-batch-size-if-needed``."""
+    return _lowered(config, global_batch_size(config, consumed_samples), data_parallel_size)
+
+
+def num_microbatches(config: BatchConfig, consumed_samples: int, data_parallel_size: int) -> int:
+    """Micro-batches per data-parallel rank of the global batch that starts after ``consumed_samples`` samples."""
+    size = running_global_batch_size(config, consumed_samples, data_parallel_size)
+    return size // (config.micro_batch_size * data_parallel_size)
+
+
+def train_iters_from_samples(config: BatchConfig, train_samples: int, data_parallel_size: int = 1) -> int:
+    """Whole iterations that fit into ``train_samples`` samples."""
+    iterations = 0
+    for first, size, count in _runs(config, data_parallel_size):
+        if count is None or first + count * size > train_samples:
+            return iterations + max(train_samples - first, 0) // size
+        iterations += count
+    raise AssertionError("the last run of a schedule has no end")
+
+
+def samples_from_iters(config: BatchConfig, iterations: int, data_parallel_size: int = 1) -> int:
+    """Samples that the first ``iterations`` iterations consume."""
+    for first, size, count in _runs(config, data_parallel_size):
+        if count is None or iterations <= count:
+            return first + iterations * size
+        iterations -= count
+    raise AssertionError("the last run of a schedule has no end")
+
+
+def _size_at(plateaus: list[Plateau], consumed_samples: int) -> int:
+    following = bisect_right(plateaus, consumed_samples, key=lambda plateau: plateau.first_sample)
+    return plateaus[following - 1].size
+
+
+def _lowered(config: BatchConfig, size: int, data_parallel_size: int) -> int:
+    unit = config.micro_batch_size * data_parallel_size
+    return size // unit * unit if config.decrease_batch_size_if_needed else size
+
+
+def _runs(config: BatchConfig, data_parallel_size: int) -> Iterator[tuple[int, int, int | None]]:
+    """(first sample, size, iterations) of each stretch of equal batches; the last has None iterations."""
+    plateaus = batch_size_plateaus(config)
+    consumed = 0
+    for following in [plateau.first_sample for plateau in plateaus[1:]]:
+        if following > consumed:
+            size = _lowered(config, _size_at(plateaus, consumed), data_parallel_size)
+            count = -(-(following - consumed) // size)
+            yield consumed, size, count
+            consumed += count * size
+    yield consumed, _lowered(config, plateaus[-1].size, data_parallel_size), None

@@ -1,0 +1,332 @@
+"""Learning rate and weight decay as pure functions of (configuration, consumed samples).
+
+Time is counted in *samples*, so that a schedule means the same for any batch size, ramp-up or restart: the rate used by
+an iteration is ``lr(config, samples consumed before it)``. :class:`SchedulePlan` is the configuration reduced to
+numbers of samples; :class:`OptimizerParamScheduler` writes the values into an optimizer's parameter groups.
+
+With ``n`` consumed samples, ``w`` warm-up and ``d`` decay samples, ``L`` the peak, ``m`` the minimum and ``i`` the
+initial rate, the closed forms are::
+
+    n <= w                  i + (L - i) n / w                                (only when w > 0)
+    constant                L
+    n > d                   m
+    inverse-square-root     max(m, L sqrt(max(w, 1)) / sqrt(max(n, 1)))
+    linear                  m + (L - m) (1 - r)                              r = (n - w) / (d - w)
+    cosine                  m + (L - m) (cos(pi r) + 1) / 2
+    WSD                     L while n <= d - a, then m + (L - m) f(q)        q = (n - d + a) / a, a annealing samples
+        linear              f(q) = 1 - q
+        cosine              f(q) = (cos(pi q) + 1) / 2
+        exponential         f(q) = 2 * 0.5^q - 1
+        minus_sqrt          f(q) = 1 - sqrt(q)
+
+    weight decay            s + (e - s) g(min(n / t, 1))                     t = training samples
+        linear              g(x) = x
+        cosine              g(x) = (cos(pi (1 - x)) + 1) / 2
+"""
+
+import logging
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from megatron.core.config.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+class ScheduleConfig(Protocol):
+    """The fields that a schedule reads; ``PretrainConfig`` has them all."""
+
+    @property
+    def lr(self) -> float | None: ...
+
+    @property
+    def min_lr(self) -> float: ...
+
+    @property
+    def lr_decay_style(self) -> str: ...
+
+    @property
+    def lr_decay_iters(self) -> int | None: ...
+
+    @property
+    def lr_decay_samples(self) -> int | None: ...
+
+    @property
+    def lr_warmup_iters(self) -> int: ...
+
+    @property
+    def lr_warmup_samples(self) -> int: ...
+
+    @property
+    def lr_warmup_fraction(self) -> float | None: ...
+
+    @property
+    def lr_warmup_init(self) -> float: ...
+
+    @property
+    def lr_wsd_decay_style(self) -> str: ...
+
+    @property
+    def lr_wsd_decay_iters(self) -> int | None: ...
+
+    @property
+    def lr_wsd_decay_samples(self) -> int | None: ...
+
+    @property
+    def train_iters(self) -> int | None: ...
+
+    @property
+    def train_samples(self) -> int | None: ...
+
+    @property
+    def global_batch_size(self) -> int | None: ...
+
+    @property
+    def weight_decay(self) -> float: ...
+
+    @property
+    def start_weight_decay(self) -> float | None: ...
+
+    @property
+    def end_weight_decay(self) -> float | None: ...
+
+    @property
+    def weight_decay_incr_style(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class SchedulePlan:
+    """A schedule in samples. The field names and their order are those of the classic scheduler's arguments."""
+
+    init_lr: float
+    max_lr: float
+    min_lr: float
+    lr_warmup_steps: float
+    lr_decay_steps: int
+    lr_decay_style: str
+    start_wd: float
+    end_wd: float
+    wd_incr_steps: int
+    wd_incr_style: str
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str | None = None
+
+    def __post_init__(self) -> None:
+        def refuse(flag: str, value: object, reason: str) -> None:
+            raise UserError(f"{flag} {value}: {reason}")
+
+        if self.lr_decay_style not in LR_DECAY_STYLES:
+            refuse("--lr-decay-style", self.lr_decay_style, f"choose one of {', '.join(LR_DECAY_STYLES)}")
+        if self.wd_incr_style not in WEIGHT_DECAY_STYLES:
+            refuse("--weight-decay-incr-style", self.wd_incr_style, f"choose one of {', '.join(WEIGHT_DECAY_STYLES)}")
+        if self.min_lr < 0 or self.max_lr < self.min_lr:
+            refuse("--min-lr", self.min_lr, f"must lie between 0 and --lr {self.max_lr}")
+        if self.init_lr > self.max_lr:
+            refuse("--lr-warmup-init", self.init_lr, f"must not exceed --lr {self.max_lr}")
+        if self.lr_decay_steps <= 0:
+            refuse("--lr-decay-iters/--lr-decay-samples", self.lr_decay_steps, "the schedule needs at least one sample")
+        if not 0 <= self.lr_warmup_steps < self.lr_decay_steps:
+            refuse("--lr-warmup-iters/samples/fraction", self.lr_warmup_steps,
+                   f"warm-up (in samples) must end before the decay does at sample {self.lr_decay_steps}")
+        if not 0.0 <= self.start_wd <= self.end_wd:
+            refuse("--start-weight-decay", self.start_wd, f"must lie between 0 and --end-weight-decay {self.end_wd}")
+        if self.wd_incr_style == "constant" and self.start_wd != self.end_wd:
+            refuse("--weight-decay-incr-style", "constant", f"start {self.start_wd} and end {self.end_wd} differ")
+        if self.lr_decay_style == "WSD":
+            if not self.wsd_decay_steps or self.wsd_decay_steps > self.lr_decay_steps:
+                refuse("--lr-wsd-decay-iters/samples", self.wsd_decay_steps,
+                       f"--lr-decay-style WSD needs an annealing length between 1 and {self.lr_decay_steps} samples")
+            if self.lr_wsd_decay_style not in WSD_DECAY_STYLES:
+                refuse("--lr-wsd-decay-style", self.lr_wsd_decay_style, f"choose one of {', '.join(WSD_DECAY_STYLES)}")
+
+
+def schedule_plan(config: ScheduleConfig) -> SchedulePlan:
+    """The schedule of ``config`` in samples; iterations count as ``global_batch_size`` samples each, ramp-up or not.
+
+    Raises:
+        ValueError: a needed flag is missing, or the lengths contradict one another.
+    """
+    if config.lr is None:
+        raise UserError("--lr is not set: give the peak learning rate")
+    style = config.weight_decay_incr_style
+    start, end = config.start_weight_decay, config.end_weight_decay
+    if style == "constant":
+        start = end = config.weight_decay
+    elif start is None or end is None:
+        raise UserError(f"--weight-decay-incr-style {style}: needs --start-weight-decay and --end-weight-decay")
+    total, decay, warmup, anneal = _lengths_in_samples(config)
+    if config.lr_warmup_fraction is not None:
+        warmup = config.lr_warmup_fraction * decay
+    return SchedulePlan(
+        init_lr=config.lr_warmup_init, max_lr=config.lr, min_lr=config.min_lr,
+        lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=config.lr_decay_style,
+        start_wd=float(start or 0.0), end_wd=float(end or 0.0), wd_incr_steps=total, wd_incr_style=style,
+        wsd_decay_steps=anneal, lr_wsd_decay_style=config.lr_wsd_decay_style,
+    )  # fmt: skip
+
+
+def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | None]:
+    """(training, decay, warm-up, WSD annealing) lengths in samples."""
+    if config.train_iters and not config.train_samples:  # a run by samples may have its iterations filled in
+        size = config.global_batch_size
+        if not size:
+            raise UserError("--global-batch-size is not set: a schedule in iterations needs it")
+        decay = (config.train_iters if config.lr_decay_iters is None else config.lr_decay_iters) * size
+        anneal = None if config.lr_wsd_decay_iters is None else config.lr_wsd_decay_iters * size
+        return config.train_iters * size, decay, config.lr_warmup_iters * size, anneal
+    if config.train_samples:
+        decay = config.train_samples if config.lr_decay_samples is None else config.lr_decay_samples
+        return config.train_samples, decay, config.lr_warmup_samples, config.lr_wsd_decay_samples
+    raise UserError("neither --train-iters nor --train-samples is set: the schedule has no length")
+
+
+def lr(config: ScheduleConfig, consumed_samples: int) -> float:
+    """Learning rate of the iteration that starts after ``consumed_samples`` samples."""
+    return learning_rate(schedule_plan(config), consumed_samples)
+
+
+def weight_decay(config: ScheduleConfig, consumed_samples: int) -> float:
+    """Weight decay of the iteration that starts after ``consumed_samples`` samples."""
+    return decay_weight(schedule_plan(config), consumed_samples)
+
+
+def learning_rate(
+    plan: SchedulePlan, samples: float, *, max_lr: float | None = None, min_lr: float | None = None
+) -> float:
+    """The rate of ``plan`` after ``samples``; a peak and minimum of a parameter group replace the plan's own."""
+    peak = plan.max_lr if max_lr is None else max_lr
+    low = plan.min_lr if min_lr is None else min_lr
+    warmup, end = plan.lr_warmup_steps, plan.lr_decay_steps
+    if warmup > 0 and samples <= warmup:
+        return plan.init_lr + (peak - plan.init_lr) * samples / warmup
+    if plan.lr_decay_style == "constant":
+        return peak
+    if samples > end:
+        return low
+    if plan.lr_decay_style == "inverse-square-root":
+        return max(low, peak * max(warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
+    if plan.lr_decay_style == "WSD":
+        length = plan.wsd_decay_steps or 1
+        share = (samples - (end - length)) / length
+        shape = _annealing(plan.lr_wsd_decay_style, share) if share > 0 else 1.0
+    else:
+        shape = _annealing(plan.lr_decay_style, (samples - warmup) / (end - warmup))
+    return low + shape * (peak - low)
+
+
+def _annealing(style: str | None, share: float) -> float:
+    """From 1 at ``share`` 0 to 0 at ``share`` 1."""
+    if style == "linear":
+        return 1.0 - share
+    if style == "cosine":
+        return 0.5 * (math.cos(math.pi * share) + 1.0)
+    if style == "exponential":
+        return 2.0 * math.pow(0.5, share) - 1.0
+    return 1.0 - math.sqrt(share)
+
+
+def decay_weight(plan: SchedulePlan, samples: float) -> float:
+    """The weight decay of ``plan`` after ``samples``."""
+    if samples > plan.wd_incr_steps or plan.wd_incr_style == "constant":
+        return plan.end_wd
+    share = samples / plan.wd_incr_steps
+    if plan.wd_incr_style == "cosine":
+        share = 0.5 * (math.cos(math.pi * (1 - share)) + 1.0)
+    return plan.start_wd + share * (plan.end_wd - plan.start_wd)
+
+
+class OptimizerParamScheduler:
+    """Writes ``lr`` and ``weight_decay`` into the optimizer's parameter groups.
+
+    A group may carry ``max_lr`` and ``min_lr`` (decoupled rates) and the factors ``lr_mult`` and ``wd_mult``.
+
+    Args:
+        optimizer: has ``param_groups``, a list of dicts.
+        plan: positional and keyword fields of :class:`SchedulePlan`, or one ready plan.
+        use_checkpoint_opt_param_scheduler: take the stored schedule on load.
+        override_opt_param_scheduler: take this program's schedule on load.
+    """
+
+    def __init__(
+        self, optimizer: Any, *plan: Any, use_checkpoint_opt_param_scheduler: bool = False,
+        override_opt_param_scheduler: bool = False, **fields: Any,
+    ) -> None:  # fmt: skip
+        if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
+            raise UserError("--use-checkpoint- and --override-opt_param-scheduler exclude each other")
+        self.optimizer = optimizer
+        ready = len(plan) == 1 and not fields and isinstance(plan[0], SchedulePlan)
+        self.plan: SchedulePlan = plan[0] if ready else SchedulePlan(*plan, **fields)
+        self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
+        self.override_opt_param_scheduler = override_opt_param_scheduler
+        self.num_steps = 0
+        self.step(0)
+
+    def get_lr(self, param_group: dict) -> float:
+        """The rate of a group now, before its ``lr_mult``."""
+        return learning_rate(
+            self.plan, self.num_steps, max_lr=param_group.get("max_lr"), min_lr=param_group.get("min_lr")
+        )
+
+    def get_wd(self, param_group: dict | None = None) -> float:
+        """The weight decay now, before a group's ``wd_mult``; the same for every group."""
+        return decay_weight(self.plan, self.num_steps)
+
+    def set_samples(self, consumed_samples: int) -> None:
+        """Move to ``consumed_samples`` and write the values of that moment."""
+        self.num_steps = consumed_samples
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.get_lr(group) * group.get("lr_mult", 1.0)
+            group["weight_decay"] = self.get_wd(group) * group.get("wd_mult", 1.0)
+
+    def step(self, increment: int) -> None:
+        """Advance by ``increment`` samples and write the values of that moment."""
+        self.set_samples(self.num_steps + increment)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings: the schedule and the position in it."""
+        return {**asdict(self.plan), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the position, and reconcile the stored schedule with this program's.
+
+        Raises:
+            ValueError: they differ and neither flag says which one counts; every difference is listed.
+        """
+        fields = dict(state_dict)
+        num_steps = int(fields.pop("num_steps"))
+        unknown = set(fields) ^ set(SchedulePlan.__dataclass_fields__)
+        if unknown:
+            raise UserError(f"the stored schedule has wrong fields: {', '.join(sorted(unknown))}")
+        stored = SchedulePlan(**fields)
+        differences = [
+            f"{name}: checkpoint {theirs!r}, now {ours!r}"
+            for name, theirs in asdict(stored).items()
+            if theirs != (ours := getattr(self.plan, name))
+        ]
+        if differences and self.use_checkpoint_opt_param_scheduler:
+            logger.warning("taking the schedule of the checkpoint: %s", "; ".join(differences))
+            self.plan = stored
+        elif differences and self.override_opt_param_scheduler:
+            logger.warning("overriding the schedule of the checkpoint: %s", "; ".join(differences))
+        elif differences:
+            raise UserError(
+                f"the learning rate schedule differs from the checkpoint's ({'; '.join(differences)}): give "
+                "--override-opt_param-scheduler to use the flags, or --use-checkpoint-opt_param-scheduler to keep it"
+            )
+        self.set_samples(num_steps)
+
+
+def get_optimizer_param_scheduler(
+    config: Any, optimizer: Any,
+) -> OptimizerParamScheduler:  # fmt: skip
+    """The scheduler that ``config``'s flags ask for."""
+    return OptimizerParamScheduler(
+        optimizer, schedule_plan(config),
+        use_checkpoint_opt_param_scheduler=config.use_checkpoint_opt_param_scheduler,
+        override_opt_param_scheduler=config.override_opt_param_scheduler,
+    )  # fmt: skip

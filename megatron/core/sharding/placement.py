@@ -1,0 +1,370 @@
+"""One declaration per parameter: global shape, placement on each mesh axis, and initial values.
+
+``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Everything else is derived from it:
+initial values here, and elsewhere gradient synchronisation, gradient norm, checkpoint chunks and parameter counts.
+
+A stacked weight declares the *logical* shape in which every shard is a rectangle, e.g. gate and up as ``(2, ffn,
+hidden)`` with ``tp=Shard(1)``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers and
+checkpoints expect. A padded dim declares its stored size: the global shape is the true one, and the padding, which no
+layer may let take part in its result, holds zeros and belongs to no chunk.
+
+Where a rank's share of a global tensor is no rectangle, it is several parameters, each a ``Part`` of that tensor. Keys
+and values with fewer heads than tensor-parallel ranks are such a part: several ranks hold the same head (``Nested``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
+
+from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
+from megatron.core.random import philox
+
+__all__ = [
+    "AsBuilt", "Chunk", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate",
+    "Shard", "XavierUniform", "Zeros", "adopt_declarations", "global_name", "initialize_parameters",
+    "is_counted_here", "local_chunk", "named_specs", "parameter", "require_declarations", "unique_parameter_count",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """All zeros."""
+
+
+@dataclass(frozen=True)
+class Ones:
+    """All ones."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean zero."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class XavierUniform:
+    """Uniform on +-sqrt(6 / (fan_in + fan_out)) of the whole global matrix (leading logical dims folded)."""
+
+
+@dataclass(frozen=True)
+class AsBuilt:
+    """What the module's own constructor set: not a function of the seed and the name."""
+
+
+Init = Zeros | Ones | Normal | XavierUniform | AsBuilt
+
+
+@dataclass(frozen=True)
+class Nested:
+    """An axis seen as a grid, rank = outer rank * inner_size + inner rank, with a placement for each of the two."""
+
+    outer: Placement
+    inner: Placement
+    inner_size: int
+
+
+class Part(NamedTuple):
+    """The rectangle of a global tensor that one of several sibling parameters holds (all ranks together)."""
+
+    shape: tuple[int, ...]
+    """Logical shape of the whole tensor."""
+    leaf: str
+    """Last component of the global name: that of the sibling which gives the tensor its name."""
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a parameter is, independent of the rank that holds a part of it."""
+
+    shape: tuple[int, ...]
+    """Logical global shape, without padding."""
+    init: Init
+    mesh: Mapping[str, Placement | Nested] = field(default_factory=dict)
+    """Axis of ``ProcessGroups`` -> Shard(logical dim); axes not named replicate."""
+    grad: Mapping[str, Placement] = field(default_factory=dict)
+    """Axis -> Partial() where each rank's gradient is a partial sum: the ranks of the axis that hold the same elements
+    add theirs up."""
+    ndim: int = 2
+    """Dims of the nn.Parameter: leading logical dims are folded into its first."""
+    stored: tuple[int, ...] = ()
+    """Logical shape with padding; equal to ``shape`` without any. Of a part: its lengths."""
+    part: Part | None = None
+    """Which rectangle of the global tensor it is, where it is not the whole one."""
+    tied_to: str | None = None
+    """Global name of the parameter of which this one is a copy on another pipeline stage."""
+
+    @property
+    def numel(self) -> int:
+        """True elements, over all ranks."""
+        return math.prod(self.shape if self.part is None else self.part.lengths)
+
+
+class Chunk(NamedTuple):
+    """A rectangle of the logical global tensor. Empty (a length of 0) where a shard is all padding."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def parameter(
+    shape: tuple[int, ...] | Part,
+    *,
+    init: Init,
+    tp: Placement | Nested | None = None,
+    partial: tuple[str, ...] = (),
+    ndim: int | None = None,
+    stored: tuple[int, ...] | None = None,
+    groups: ProcessGroups | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Parameter:
+    """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
+
+    ``shape`` is the logical global shape (or a ``Part`` of one), ``tp`` its placement over the tensor-parallel axis,
+    ``partial`` the axes over which gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape
+    with padding. It stands on torch's default device, which ``with torch.device(...)`` sets.
+    """
+    part, whole = (shape, shape.shape) if isinstance(shape, Part) else (None, shape)
+    if stored is None:
+        stored = whole if part is None else part.lengths
+    mesh: dict[str, Placement | Nested] = {} if tp is None or isinstance(tp, Replicate) else {"tp": tp}
+    grad = dict.fromkeys(partial, Partial())
+    spec = ParameterSpec(whole, init, mesh, grad, len(whole) if ndim is None else ndim, stored, part)
+    _, lengths = stored_rectangle(spec, groups or SINGLE_PROCESS)
+    folded = len(lengths) - spec.ndim + 1
+    local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype)
+    if isinstance(init, Ones):
+        local.fill_(1.0)
+    result = nn.Parameter(local)
+    result.spec = spec  # type: ignore[attr-defined]
+    return result
+
+
+def _splits(placement: Placement | Nested, group: Group) -> Iterator[tuple[int, int, int]]:
+    """(logical dim, pieces, this rank's piece) of each cut that a placement over an axis makes."""
+    if isinstance(placement, Shard):
+        yield placement.dim, group.size, group.rank
+    elif isinstance(placement, Nested):
+        outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
+        for term, size, rank in (
+            (placement.outer, group.size // placement.inner_size, outer_rank),
+            (placement.inner, placement.inner_size, inner_rank),
+        ):
+            if isinstance(term, Shard):
+                yield term.dim, size, rank
+
+
+def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[int], list[int]]:
+    """Offsets and lengths of this rank's shard, padding included, in the logical stored tensor."""
+    lengths = list(spec.stored)
+    offsets = [0] * len(lengths) if spec.part is None else list(spec.part.offsets)
+    for axis, placement in spec.mesh.items():
+        for dim, pieces, index in _splits(placement, getattr(groups, axis)):
+            if lengths[dim] % pieces:
+                raise UserError(
+                    f"dim {dim} of size {lengths[dim]} of a parameter with global shape {spec.shape} is not divisible "
+                    f"by the {axis} size {pieces}"
+                )
+            lengths[dim] //= pieces
+            offsets[dim] += index * lengths[dim]
+    return offsets, lengths
+
+
+def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, int]:
+    """(which shard this rank holds, how many different ones there are) over the ranks of an axis."""
+    placement = spec.mesh.get(axis)
+    index, count = 0, 1
+    for _, pieces, piece in _splits(placement, group) if placement is not None else ():
+        index, count = index * pieces + piece, count * pieces
+    return index, count
+
+
+def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups, axes: tuple[str, ...] = ("tp",)) -> bool:
+    """Whether this rank contributes its shard to a sum over ``axes`` that is to see every element once.
+
+    Of ranks that hold the same elements the first one does. None stands for a parameter without a spec, a replicated
+    one; copies of tied parameters never count.
+    """
+    if spec is None:
+        return all(getattr(groups, axis).rank == 0 for axis in axes)
+    return spec.tied_to is None and all(_is_first_holder(spec, axis, getattr(groups, axis)) for axis in axes)
+
+
+def _is_first_holder(spec: ParameterSpec, axis: str, group: Group) -> bool:
+    placement = spec.mesh.get(axis)
+    if isinstance(placement, Nested):
+        outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
+        return (isinstance(placement.outer, Shard) or outer_rank == 0) and (
+            isinstance(placement.inner, Shard) or inner_rank == 0
+        )
+    return isinstance(placement, Shard) or group.rank == 0
+
+
+def global_name(name: str, spec: ParameterSpec | None) -> str:
+    """The global tensor that the parameter called ``name`` is, or is a part or a tied copy of."""
+    if spec is None:
+        return name
+    if spec.part is not None:
+        name = ".".join((*name.split(".")[:-1], spec.part.leaf))
+    return spec.tied_to or name
+
+
+def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
+    """The rectangle of the true global tensor that this rank holds (the leading part of its shard along padded
+    dims)."""
+    offsets, lengths = stored_rectangle(spec, groups)
+    lengths = [max(0, min(length, total - offset)) for offset, length, total in zip(offsets, lengths, spec.shape)]
+    offsets = [min(offset, total) for offset, total in zip(offsets, spec.shape)]
+    return Chunk(tuple(offsets), tuple(lengths))
+
+
+def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
+    """The part of a local tensor (parameter, gradient or moment) that ``local_chunk`` describes, in its logical
+    shape."""
+    _, stored = stored_rectangle(spec, groups)
+    view = param.detach().view(stored)
+    for dim, length in enumerate(local_chunk(spec, groups).lengths):
+        view = view.narrow(dim, 0, length)
+    return view
+
+
+def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
+    """(global name, parameter, spec) of every parameter, each once. ValueError for one created without
+    ``parameter()``."""
+    for name, param in model.named_parameters():
+        yield name, param, spec_of(name, param)
+
+
+def spec_of(name: str, param: Tensor) -> ParameterSpec:
+    """The spec attached by ``parameter()``."""
+    spec = getattr(param, "spec", None)
+    if spec is None:
+        raise ValueError(
+            f"parameter {name!r} has no spec; create it with megatron.core.sharding.placement.parameter(...)"
+        )
+    return spec
+
+
+# ---- declarations in Megatron-LM's words, of modules of users' own
+
+
+def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
+    """Give parameters without a spec the one that Megatron-LM's attributes describe.
+
+    ``sequence_parallel = True``: the gradient is a partial sum over this tensor-parallel rank's positions;
+    ``sequence_parallel = False``: every rank computes the whole gradient; ``tensor_model_parallel = True`` with
+    ``partition_dim``: each rank holds an equal stretch of that dim. Nothing else is guessed.
+
+    Raises:
+        UserError: for a ``partition_dim`` that the parameter does not have, or a ``partition_stride`` other than 1.
+    """
+    for name, param in model.named_parameters():
+        if not hasattr(param, "spec"):
+            spec = _declared_by_attributes(name, param, groups)
+            if spec is not None:
+                param.spec = spec  # type: ignore[attr-defined]
+
+
+def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:
+    declared = vars(param)
+    partial = {"tp": Partial()} if declared.get("sequence_parallel") else {}
+    if not declared.get("tensor_model_parallel"):
+        if "sequence_parallel" not in declared:
+            return None
+        return ParameterSpec(tuple(param.shape), AsBuilt(), {}, partial, param.ndim, tuple(param.shape))
+    dim, stride = declared.get("partition_dim", -1), declared.get("partition_stride", 1)
+    if not 0 <= dim < param.ndim or stride != 1:
+        raise UserError(
+            f"parameter {name}: tensor_model_parallel with partition_dim {dim} and partition_stride {stride} does not "
+            f"say which part of a tensor each rank holds; give a dim from 0 to {param.ndim - 1} and the stride 1, or "
+            "create it with megatron.core.sharding.placement.parameter(..., tp=Shard(dim))"
+        )
+    shape = tuple(size * groups.tp.size if each == dim else size for each, size in enumerate(param.shape))
+    return ParameterSpec(shape, AsBuilt(), {"tp": Shard(dim)}, partial, param.ndim, shape)
+
+
+def require_declarations(model: nn.Module) -> None:
+    """UserError with every parameter of ``model`` that says nothing about its gradient: under sequence parallelism each
+    tensor-parallel rank sees its own positions, and whether the ranks' gradients must be added up cannot be guessed."""
+    undeclared = [
+        f"{prefix + '.' if prefix else ''}{name} ({type(module).__name__})"
+        for prefix, module in model.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if not hasattr(param, "spec")
+    ]
+    if undeclared:
+        shown = ", ".join(undeclared[:8]) + (f" and {len(undeclared) - 8} more" if len(undeclared) > 8 else "")
+        raise UserError(
+            f"--sequence-parallel: nothing says how tensor-parallel ranks share {shown}. Create such a parameter with "
+            "megatron.core.sharding.placement.parameter(shape, init=..., partial=('tp',)) where it works on this "
+            "rank's positions alone (a norm), without partial where every rank computes its whole gradient; or set its "
+            "attribute sequence_parallel to True or False, as Megatron-LM's modules do"
+        )
+
+
+def unique_parameter_count(model: nn.Module) -> int:
+    """Parameters of the global tensors that this model (chunk) holds a part of; copies of tied ones do not count."""
+    return sum(spec.numel for _, _, spec in named_specs(model) if spec.tied_to is None)
+
+
+@torch.no_grad()
+def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups | None = None) -> None:
+    """Set every parameter to its slice of the global initial tensor, a function of (seed, global name, element index).
+
+    Parameters without a spec (modules of users' own) keep the values that their constructors gave them.
+    """
+    for name, param in model.named_parameters():
+        spec: ParameterSpec | None = getattr(param, "spec", None)
+        if spec is not None:
+            fill_parameter(param, spec, global_name(name, spec), seed, groups or SINGLE_PROCESS)
+
+
+def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:
+    """Write initial values into the local shard; padding stays zero."""
+    chunk = local_chunk(spec, groups)
+    if 0 in chunk.lengths or isinstance(spec.init, AsBuilt):
+        return
+    target = local_view(param, spec, groups)
+    if isinstance(spec.init, Zeros | Ones):
+        target.fill_(float(isinstance(spec.init, Ones)))
+        return
+    starts, length = _contiguous_runs(spec.shape, chunk)
+    values = torch.empty((len(starts), length), dtype=_draw_dtype(param), device=param.device)
+    distribution = "normal" if isinstance(spec.init, Normal) else "uniform"
+    philox.fill_runs_(values, philox.key(seed, "init", name), starts.to(param.device), distribution)
+    if isinstance(spec.init, Normal):
+        values.mul_(spec.init.std)
+    else:
+        bound = math.sqrt(6.0 / (math.prod(spec.shape[:-1]) + spec.shape[-1]))
+        values.mul_(2 * bound).sub_(bound)
+    target.copy_(values.view(chunk.lengths))
+
+
+def _draw_dtype(param: Tensor) -> torch.dtype:
+    """float64 stays; 16-bit types are rounded once, from float32."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _contiguous_runs(shape: tuple[int, ...], chunk: Chunk) -> tuple[Tensor, int]:
+    """Start indices (int64) and common length of the stretches of a rectangle that are contiguous in the global
+    tensor."""
+    inner = len(shape) - 1
+    while inner > 0 and chunk.lengths[inner] == shape[inner]:
+        inner -= 1
+    length = math.prod(chunk.lengths[inner:])
+    starts = torch.zeros(1, dtype=torch.int64)
+    for dim in range(inner):
+        along = torch.arange(chunk.offsets[dim], chunk.offsets[dim] + chunk.lengths[dim])
+        starts = (starts[:, None] + along * math.prod(shape[dim + 1 :])).flatten()
+    return starts + chunk.offsets[inner] * math.prod(shape[inner + 1 :]), length

@@ -1,0 +1,338 @@
+"""Saves and restores a run: weights, optimizer, schedule, counters, random states, settings, tokenizer.
+
+What is on disk is described in ``core/dist_checkpointing`` (one checkpoint) and ``checkpoint_files`` (the folder of
+them). A save that fails leaves every earlier checkpoint as it was and is reported, not raised; a load that cannot be
+exact is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from megatron.core.dist_checkpointing import writer
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.exchange import from_first_rank, together
+from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT, MANIFEST
+from megatron.core.dist_checkpointing.reader import CheckpointReader, load_from, together_reader
+from megatron.core.dist_checkpointing.writer import Fault, no_fault, remove_leftovers
+from megatron.core.distributed import unwrapped
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.schedules.learning_rate import OptimizerParamScheduler
+from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.training.arguments import config_to_dict
+from megatron.training.checkpoint.files import (
+    Found,
+    alternative,
+    delete_checkpoint,
+    find_checkpoint,
+    get_checkpoint_name,
+    read_tracker,
+    saved_iterations,
+    write_tracker,
+)
+from megatron.training.checkpoint.history import continues, set_aside
+from megatron.training.checkpoint.lock import SaveLock
+from megatron.training.checkpoint.random_states import rng_tensors, set_rng_state
+from megatron.training.checkpoint.schema import malformed
+from megatron.training.checkpoint.settings import (
+    apply_checkpoint_args,
+    check_args,
+    in_a_box,
+    load_checkpoint_args,
+    software_versions,
+)
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.train_state import TrainState
+
+__all__ = ["Checkpointer", "apply_checkpoint_args", "load_checkpoint_args"]
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpointer:
+    """The checkpoints of one run. Every method is collective over all ranks.
+
+    Args:
+        cfg: resolved settings.
+        model_chunks: of this rank, wrapped for data parallelism or not.
+        optimizer: None to save and load weights only.
+        scheduler: of ``optimizer``.
+        groups: this rank's process groups.
+        tokenizer: its fingerprint is stored and compared.
+        fault: see ``dist_checkpointing.writer.Fault``.
+
+    Raises:
+        CheckpointError: another job writes to --save.
+    """
+
+    def __init__(
+        self, cfg: PretrainConfig, model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None, *, groups: ProcessGroups, tokenizer: Any = None,
+        fault: Fault = no_fault,
+    ) -> None:  # fmt: skip
+        self.cfg, self.groups, self.fault = cfg, groups, fault
+        self.chunks = [unwrapped(chunk) for chunk in model_chunks]
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.tokenizer = None if tokenizer is None else tokenizer.fingerprint
+        self.failed_saves = 0
+        """Saves in a row that failed."""
+        self.last_failure = ""
+        """Why the last of them did."""
+        self._continued_from: int | None = None
+        """The iteration in --save that this run goes on from; None: it does not continue what is there."""
+        self._lock: SaveLock | None = None
+        self._saved: list[int] = []
+        self._is_clear = False
+        """Checkpoints of another history are out of the way of this run's."""
+        if cfg.save is not None:
+            from_first_rank(self._take_lock, groups.world)
+
+    def _take_lock(self) -> None:
+        assert self.cfg.save is not None
+        self._lock = SaveLock(self.cfg.save)
+
+    def close(self) -> None:
+        """Lets another job write to --save (the end of the process does so too)."""
+        if self._lock is not None:
+            self._lock.release()
+
+    # ---- saving
+
+    def save(self, state: TrainState) -> bool:
+        """Write ``<save>/iter_…`` and move the tracker; whether that worked."""
+        cfg, world = self.cfg, self.groups.world
+        assert cfg.save is not None, "save() without --save"
+        folder, iteration = cfg.save, state.iteration
+        # Megatron-LM's line up to the name of the format, which scripts look for
+        logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
+        live = None if self.optimizer is None or cfg.no_save_optim else self.optimizer.state_dict()
+        try:
+            from_first_rank(lambda: self._prepare(folder), world)
+            writer.save(
+                self._tensors(optimizer=live, rng=not cfg.no_save_rng, rounded=True),
+                get_checkpoint_name(folder, iteration),
+                objects=self._objects(state, live), assets=tokenizer_files(cfg), group=world, fault=self.fault,
+            )  # fmt: skip
+            self.fault("before_tracker")
+            from_first_rank(lambda: self._finish(folder, iteration), world)
+        except CheckpointError as error:
+            self.failed_saves += 1
+            self.last_failure = str(error)
+            logger.error(
+                "saving checkpoint at iteration %d to %s failed, earlier checkpoints are untouched: %s",
+                iteration, folder, error,
+            )  # fmt: skip
+            return False
+        self.failed_saves = 0
+        logger.info(
+            "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
+            iteration, folder, *self._coordinates(),
+        )  # fmt: skip
+        return True
+
+    def _prepare(self, folder: str) -> None:
+        """Clear away what is in the way of a save, on the first rank."""
+        remove_leftovers(folder)
+        if not self._is_clear:
+            set_aside(folder, self._continued_from)
+            self._is_clear = True
+
+    def _coordinates(self) -> tuple[int, int, int, int]:
+        """Tensor rank and size, pipeline rank and size, counted from 1."""
+        tp, pp = self.groups.tp, self.groups.pp
+        return tp.rank + 1, tp.size, pp.rank + 1, pp.size
+
+    def _finish(self, folder: str, iteration: int) -> None:
+        """Tracker, then retention, on the first rank."""
+        previous = _previous(folder)
+        write_tracker(folder, iteration, self.fault)
+        self.fault("after_tracker")
+        retain = self.cfg.save_retain_interval
+        candidates = {previous, *self._saved} if previous is not None else set(self._saved)
+        self._saved.append(iteration)
+        if not retain:
+            return
+        for old in sorted(candidates & set(saved_iterations(folder))):
+            if old < iteration and old % retain:
+                delete_checkpoint(folder, old, self.fault)
+
+    def _tensors(
+        self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
+    ) -> dict[str, ShardedTensor]:
+        """Everything that is stored as tensors, under global names; ``rounded`` as it is stored, else as it lives.
+
+        Weights come before the main parameters, of which they may be roundings in the same memory. ``optimizer``: its
+        state, if wanted.
+        """
+        tensors: dict[str, ShardedTensor] = {}
+        for chunk in self.chunks:
+            tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
+        if optimizer is not None and self.optimizer is not None:
+            tensors |= self.optimizer.sharded_tensors("optimizer.", optimizer)
+        if rng:
+            tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
+        return tensors
+
+    def _objects(self, state: TrainState, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+        """Everything that is stored as JSON."""
+        objects: dict[str, Any] = {
+            "iteration": state.iteration,
+            "train_state": state.to_dict(),
+            "args": config_to_dict(self.cfg),
+            "tokenizer": self.tokenizer,
+            "versions": software_versions(),
+        }
+        if optimizer is not None:
+            objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
+        if self.scheduler is not None:
+            objects["scheduler"] = self.scheduler.state_dict()
+        return objects
+
+    # ---- loading
+
+    def load(self) -> TrainState | None:
+        """Restore what --load (or --pretrained-checkpoint) holds; None to start from scratch.
+
+        Raises:
+            CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names, or
+                nothing there with --exit-on-missing-checkpoint.
+        """
+        found, weights_only = self._find()
+        if found is None:
+            return None
+        logger.info(" loading checkpoint from %s at iteration %d", Path(found.directory).parent, found.iteration)
+        try:
+            return self._restore(found, weights_only)
+        except CheckpointDamagedError as error:
+            earlier = "" if found.release else alternative(Path(found.directory).parent, found.iteration)
+            raise CheckpointDamagedError(f"{error}{earlier}") from None
+
+    def _find(self) -> tuple[Found | None, bool]:
+        """The checkpoint to load, as the first rank sees it, and whether only its weights are wanted."""
+        cfg = self.cfg
+
+        def search() -> list | None:
+            for folder, step, finetune in (
+                (cfg.load, cfg.ckpt_step, cfg.finetune), (cfg.pretrained_checkpoint, None, True),
+            ):  # fmt: skip
+                found = find_checkpoint(folder, step, repair=True)
+                if found is not None:
+                    self._continued_from = self._continuation(found, finetune)
+                    return [found.directory, found.iteration, found.release, finetune or found.release]
+            if cfg.exit_on_missing_checkpoint:
+                raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
+            if cfg.load is not None:
+                logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
+            return None
+
+        answer = from_first_rank(search, self.groups.world)
+        return (None, False) if answer is None else (Found(*answer[:3]), answer[3])
+
+    def _continuation(self, found: Found, finetune: bool) -> int | None:
+        """The iteration that what is saved will follow on in --save; None if it belongs to another history."""
+        folder = self.cfg.save
+        if folder is None or self.cfg.start_over or (finetune and not found.release) or not continues(folder, found):
+            return None
+        return found.iteration
+
+    def _restore(self, found: Found, weights_only: bool) -> TrainState:
+        cfg, world = self.cfg, self.groups.world
+        reader = together_reader(found.directory, world)
+        changes = from_first_rank(lambda: self._check_objects(reader, found, weights_only), world)
+        wants_optimizer = self.optimizer is not None and not weights_only and not cfg.no_load_optim
+        wants_rng = not weights_only and not cfg.no_load_rng and self._same_world(reader)
+        live = self.optimizer.state_dict() if self.optimizer is not None and wants_optimizer else None
+        tensors = self._tensors(optimizer=live, rng=wants_rng)
+        ignored = [prefix for prefix, wanted in (("optimizer.", wants_optimizer), ("rng.", wants_rng)) if not wanted]
+        load_from(reader, tensors, allow_unused=ignored, group=world)
+        if self.optimizer is not None and live is not None:
+            self.optimizer.load_state_dict({**live, **reader.objects["optimizer"]})
+            if self.scheduler is not None and "scheduler" in reader.objects:
+                self.scheduler.load_state_dict(reader.objects["scheduler"])
+        elif self.optimizer is not None:
+            self.optimizer.reload_model_params()
+        if wants_rng:
+            states = {name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")}
+            together(lambda: set_rng_state(states), world)
+        logger.info(
+            "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
+            Path(found.directory).parent, *self._coordinates(), found.iteration,
+        )  # fmt: skip
+        if changes and world.is_first:
+            logger.warning("%s", in_a_box(changes))  # last, so that no other line of the start pushes it off the screen
+        return TrainState() if weights_only else TrainState.from_dict(reader.objects["train_state"])
+
+    def _check_objects(self, reader: CheckpointReader, found: Found, weights_only: bool) -> list[str]:
+        """Refuse what is there but must not be loaded; what changes results and is allowed, in words."""
+        objects, cfg = reader.objects, self.cfg
+        where = reader.directory / MANIFEST
+        if wrong := malformed(objects, release=found.release):
+            raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(wrong)}")
+        if damaged := reader.verify_assets():
+            raise CheckpointDamagedError("; ".join(damaged))
+        problems = []
+        if not found.release and objects["iteration"] != found.iteration:
+            problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
+        known = None not in (self.tokenizer, objects["tokenizer"])
+        if known and not weights_only and self.tokenizer != objects["tokenizer"]:
+            problems.append(f"{found.directory} was trained with another tokenizer: use its own, or --finetune")
+        if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" not in objects:
+            problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
+        if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" in objects:
+            problems += self._other_precision(reader, found)
+            if cfg.fp16 and cfg.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
+                fix = "give its --loss-scale, or add --no-load-optim"
+                problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
+        if not weights_only and not cfg.no_load_rng and not any(name.startswith("rng.") for name in reader.names):
+            problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        return check_args(objects, config_to_dict(cfg), found.directory, weights_only=weights_only)
+
+    def _other_precision(self, reader: CheckpointReader, found: Found) -> list[str]:
+        """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""
+        stored = any(name.startswith("optimizer.main_param.") for name in reader.names)
+        if stored == (self.cfg.bf16 or self.cfg.fp16):
+            return []
+        precisions = ("half precision (--bf16 or --fp16)", "full precision")
+        theirs, ours = precisions if stored else reversed(precisions)
+        return [
+            f"{found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in the same"
+            " precision, or add --no-load-optim to go on from its weights with fresh optimizer state"
+        ]
+
+    def _same_world(self, reader: CheckpointReader) -> bool:
+        """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""
+        mine = rng_tensors(self.groups.world.rank, self.groups.world.size)
+        stored = {name: reader.shape(name) for name in reader.names if name.startswith("rng.")}
+        if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:
+            return True
+        logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
+        return False
+
+
+def _previous(folder: str) -> int | None:
+    """The iteration that the tracker names now, if any."""
+    try:
+        latest = read_tracker(folder)
+    except (OSError, CheckpointError):
+        return None
+    return latest if isinstance(latest, int) else None
+
+
+def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
+    """Files of the tokenizer that are copied along: ``tokenizer/<name>`` -> path."""
+    files: list[Path] = []
+    for value in (cfg.tokenizer_model, cfg.vocab_file, cfg.merge_file):
+        path = Path(value) if value else None
+        if path is not None and path.is_dir():
+            files += [p for p in sorted(path.iterdir()) if p.suffix in (".json", ".model", ".txt", ".tiktoken")]
+        elif path is not None and path.is_file():
+            files.append(path)
+    return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}

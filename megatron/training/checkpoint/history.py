@@ -1,0 +1,117 @@
+"""Keeps the checkpoints of two histories of a run apart: a --save folder holds one.
+
+A run that writes to --save continues from a checkpoint in it, or finds it without checkpoints; anything else is refused
+before anything is built, unless --start-over says that it is meant. Checkpoints newer than the one that a run continues
+from (--ckpt-step, a tracker that was set back, a damaged newest one) are of a history that ends there. They would be
+overwritten one by one and lie among the new ones meanwhile; the first save moves them, unopened, to
+``<save>/set-aside-001``. Nothing is deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.manifest import read_manifest
+from megatron.core.dist_checkpointing.writer import fsync_directory
+from megatron.training.checkpoint.files import (
+    RELEASE,
+    TRACKER,
+    Found,
+    find_checkpoint,
+    get_checkpoint_name,
+    saved_iterations,
+)
+from megatron.training.config.pretrain_config import PretrainConfig
+
+logger = logging.getLogger(__name__)
+
+SET_ASIDE = "set-aside"
+
+
+def same_folder(one: str | None, other: str | None) -> bool:
+    """Whether two flags name one folder that exists."""
+    try:
+        return one is not None and other is not None and os.path.samefile(one, other)
+    except OSError:
+        return False
+
+
+def check_save_folder(cfg: PretrainConfig) -> None:
+    """Refuse a run that would write its checkpoints among those of another. For one process alone.
+
+    Raises:
+        CheckpointError: names the flags that continue, that start over, and what is there.
+    """
+    if cfg.save is None or cfg.skip_train or cfg.start_over:
+        return
+    iterations = saved_iterations(cfg.save)
+    others = [name for name in (RELEASE, TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
+    same = same_folder(cfg.load, cfg.save)
+    if not iterations and (same or not others):  # weights alone, to start from, are not in the way
+        return
+    if same and not cfg.finetune:
+        return
+    if cfg.load is not None and not same and not cfg.finetune:
+        found = find_checkpoint(cfg.load, cfg.ckpt_step)
+        if found is not None and continues(cfg.save, found):
+            return
+    newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(others)
+    base = f" --pretrained-checkpoint {cfg.load}" if cfg.finetune and not same else ""
+    raise CheckpointError(
+        f"--save {cfg.save}: holds {newest}, from which this run would not continue: it would overwrite them one by"
+        f" one. To continue from the newest: --load {cfg.save}{base}{' without --finetune' if cfg.finetune else ''}. To"
+        f" start again in the same folder: --start-over, which keeps them in {cfg.save}/{SET_ASIDE}-001. Or"
+        " choose another --save"
+    )
+
+
+def continues(folder: str, found: Found) -> bool:
+    """Whether ``folder`` holds the checkpoint ``found`` itself, or the one that it is a copy of."""
+    if same_folder(str(Path(found.directory).parent), folder):
+        return True
+    try:
+        manifest = read_manifest(get_checkpoint_name(folder, found.iteration, found.release))
+    except CheckpointError:
+        return False
+    return manifest["run_id"] == found.run_id
+
+
+def set_aside(folder: str, newer_than: int | None) -> None:
+    """Move checkpoints of later iterations to a new folder ``set-aside-…``; None: all, with release and tracker."""
+    parent = Path(folder)
+    names = [
+        Path(get_checkpoint_name(folder, iteration)).name
+        for iteration in saved_iterations(folder)
+        if newer_than is None or iteration > newer_than
+    ]
+    if newer_than is None:  # the tracker first: it must not name what is no longer there
+        names = [name for name in (TRACKER, RELEASE) if os.path.lexists(parent / name)] + names
+    if not names:
+        return
+    try:
+        target = _new_folder(parent)
+        for name in names:
+            os.rename(parent / name, target / name)
+        fsync_directory(target)
+        fsync_directory(parent)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: older checkpoints cannot be moved aside ({error.strerror})") from error
+    start = "it starts over" if newer_than is None else f"it continued from iteration {newer_than}"
+    logger.warning(
+        "WARNING: %s: moved to %s, as this run does not continue from them: %s. Delete them when they are not wanted.",
+        ", ".join(names), target, start,
+    )  # fmt: skip
+
+
+def _new_folder(parent: Path) -> Path:
+    number = 1
+    while True:
+        target = parent / f"{SET_ASIDE}-{number:03d}"
+        try:
+            target.mkdir()
+            return target
+        except FileExistsError:
+            number += 1

@@ -1,0 +1,194 @@
+"""The settings in a checkpoint: taking the architecture from it, refusing another one, warning of what changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import platform
+from typing import Any
+
+import torch
+
+from megatron.core.config.cli import FlagSpec, flags_of
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.training.checkpoint.files import find_checkpoint
+from megatron.training.checkpoint.schema import is_number
+from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+
+logger = logging.getLogger(__name__)
+
+SIZES = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
+    "kv_channels", "max_position_embeddings",
+)  # fmt: skip
+"""Taken from the checkpoint only where the command line says nothing."""
+
+ARCHITECTURE = (
+    "group_query_attention", "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "use_rope_scaling", "rope_scaling_factor", "add_bias_linear", "add_qkv_bias", "swiglu", "squared_relu",
+    "quick_geglu",
+    "untie_embeddings_and_output_weights", "apply_layernorm_1p", "normalization", "norm_epsilon", "qk_layernorm",
+    "qk_l2_norm", "window_size", "window_attn_skip_freq", "apply_query_key_layer_scaling",
+    "apply_residual_connection_post_layernorm", "activation_func_clamp_value", "num_experts", "moe_layer_freq",
+    "moe_ffn_hidden_size", "moe_router_topk", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim",
+)  # fmt: skip
+"""What the weights mean: taken from the checkpoint by --use-checkpoint-args, and refused where it differs."""
+
+ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
+LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
+    "expert_model_parallel_size", "sequence_parallel", "context_parallel_size",
+)  # fmt: skip
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+
+TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *LAYOUT, *TOKENIZER)
+
+SIZES_OF_WEIGHTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+)  # fmt: skip
+MUST_MATCH = (*SIZES_OF_WEIGHTS, *ARCHITECTURE)
+DATA_STREAM = (
+    "seed", "seq_length", "split", "data_path", "train_data_path", "valid_data_path", "test_data_path",
+    "data_args_path", "per_split_data_args_path", "mock_data", "dataloader_type", "reset_position_ids",
+    "reset_attention_mask", "eod_mask_loss", "allow_ambiguous_pad_tokens", "mid_level_dataset_surplus",
+    "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples",
+)  # fmt: skip
+"""Which samples come next. The last two: the number of passes over the data is part of their order."""
+
+NUMBERS = (
+    "optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr",
+    "decoupled_min_lr", "attention_dropout", "hidden_dropout", "fp16", "bf16", "fp8", "loss_scale",
+    "rotary_seq_len_interpolation_factor",
+    "attention_softmax_in_fp32", "iterations_to_skip", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
+    "grad_reduce_in_bf16", "calculate_per_token_loss", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
+    "loss_scale_window", "min_loss_scale", "hysteresis",
+)  # fmt: skip
+"""What is computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
+
+FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size")
+"""A run that set one of these and resumes without it would silently go on with the default."""
+
+UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "local_rank", "finetune"}
+
+
+def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
+    """All settings of the run that wrote the checkpoint which ``--load load_dir --ckpt-step step`` means."""
+    found = find_checkpoint(load_dir, step)
+    if found is None:
+        raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
+    path = os.path.join(found.directory, MANIFEST)
+    args = read_manifest(found.directory)["objects"].get("args")
+    if not isinstance(args, dict):
+        raise CheckpointDamagedError(f"{path}: args is not a table")
+    kinds = {spec.field: spec for spec in flags_of(*GROUPS)}
+    wrong = [f"{name} is {args[name]!r:.60}" for name in TAKEN if name in args and not _fits(kinds[name], args[name])]
+    if wrong:
+        raise CheckpointDamagedError(f"{path}: not as training writes it: {'; '.join(wrong)}")
+    return args
+
+
+def _fits(spec: FlagSpec, value: Any) -> bool:
+    """Whether a stored setting is of the flag's type; it gets to the rules unparsed."""
+    if value is None:
+        return spec.optional
+    if isinstance(value, list):
+        return (spec.nargs is not None or spec.type_name == "custom") and all(
+            isinstance(item, str | bool) or is_number(item) for item in value
+        )
+    kinds: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+    if spec.type_name not in kinds:
+        return isinstance(value, str | bool) or is_number(value)
+    if spec.nargs is not None or type(value) not in kinds[spec.type_name]:
+        return False
+    return (isinstance(value, str | bool) or is_number(value)) and (not spec.choices or value in spec.choices)
+
+
+def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
+    """``cfg`` (not yet resolved) with what --use-checkpoint-args takes; unchanged without that flag."""
+    if not cfg.use_checkpoint_args:
+        return cfg
+    folder = cfg.load or cfg.pretrained_checkpoint
+    if folder is None:
+        raise CheckpointError("--use-checkpoint-args: needs --load or --pretrained-checkpoint")
+    if cfg.load and cfg.pretrained_checkpoint and find_checkpoint(cfg.load, cfg.ckpt_step) is None:
+        folder = cfg.pretrained_checkpoint
+    stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
+    known = {field.name for field in dataclasses.fields(cfg)}
+    names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
+    names += [*ARCHITECTURE, *ALSO_TAKEN]
+    names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
+    names += TOKENIZER if cfg.use_tokenizer_model_from_checkpoint_args else ()
+    changes = {n: stored[n] for n in names if n in known and n in stored and stored[n] != getattr(cfg, n)}
+    for name, value in changes.items():
+        logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg, name))
+    return dataclasses.replace(cfg, **changes)
+
+
+def software_versions() -> dict[str, str]:
+    """What computes: another version may round otherwise."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def check_args(
+    objects: dict[str, Any], current: dict[str, Any], where: str, *, weights_only: bool = False
+) -> list[str]:  # fmt: skip
+    """Refuse another architecture and forgotten flags, listing every difference; log all other differences.
+
+    A run that takes only the weights may change what they mean (a larger rotary base for longer sequences, say): there
+    only other sizes are refused.
+
+    Args:
+        objects: the checkpoint's, checked by ``checkpoint_schema``.
+        current: this run's settings, as plain JSON values.
+        where: names the checkpoint in messages.
+        weights_only: --finetune and the like.
+
+    Returns:
+        The differences that change which samples come next, or what is computed from them, one line each.
+    """
+    stored = objects["args"]
+    differing = {name for name in stored.keys() & current.keys() - UNREPORTED if stored[name] != current[name]}
+    refused = [name for name in (SIZES_OF_WEIGHTS if weights_only else MUST_MATCH) if name in differing]
+    if refused:
+        listed = "; ".join(f"{name} is {current[name]!r}, the checkpoint has {stored[name]!r}" for name in refused)
+        raise CheckpointError(
+            f"{where} has another architecture: {listed}; change these flags, or give --use-checkpoint-args"
+        )
+    if not weights_only:
+        _refuse_forgotten(stored, current, differing, where)
+    for name in sorted(differing):
+        logger.info("changed since the checkpoint: %s was %s, is %s", name, stored[name], current[name])
+    if weights_only:
+        return []
+    versions, ours = objects.get("versions", {}), software_versions()
+    return [
+        *(f"data: {name} was {stored[name]}, is {current[name]}" for name in DATA_STREAM if name in differing),
+        *(f"numbers: {name} was {stored[name]}, is {current[name]}" for name in NUMBERS if name in differing),
+        *(f"software: {name} was {versions[name]}, is {ours[name]}" for name in ours
+          if name in versions and versions[name] != ours[name]),
+    ]  # fmt: skip
+
+
+def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing: set[str], where: str) -> None:
+    explicit = stored.get("explicit")
+    given = set(explicit) if isinstance(explicit, list) and all(isinstance(name, str) for name in explicit) else set()
+    forgotten = [name for name in FORGOTTEN if name in differing & given and name not in current["explicit"]]
+    if forgotten:
+        flags = {spec.field: spec.names[0] for spec in flags_of(*GROUPS)}
+        listed = "; ".join(
+            f"{flags[name]} {stored[name]} is not given any more and would become {current[name]}" for name in forgotten
+        )
+        raise CheckpointError(
+            f"{where}: {listed}: other samples would follow than in the run that saved it. Give the same flags again,"
+            f" or the new values explicitly if they are meant (such as {flags[forgotten[0]]} {current[forgotten[0]]})"
+        )
+
+
+def in_a_box(lines: list[str]) -> str:
+    """A warning that stands out among hundreds of lines."""
+    title = "WARNING: this run does not go on as the run that saved the checkpoint would have"
+    width = max(map(len, (title, *lines))) + 2
+    return "\n".join(["", "*" * width, title, *(f"  {line}" for line in lines), "*" * width])

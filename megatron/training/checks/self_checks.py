@@ -1,0 +1,279 @@
+"""What a run verifies about itself: after the build, that the ranks together hold the whole model exactly once; from
+time to time, that copies are still copies. And the layout in words, for the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.core import parallel_state
+from megatron.core.config.errors import UserError
+from megatron.core.description.model import ModelDescription
+from megatron.core.dist_checkpointing.exchange import all_gather_json
+from megatron.core.distributed import check_replicas, unwrapped
+from megatron.core.extensions.cudnn import require_one_cudnn
+from megatron.core.groups.process_groups import ProcessGroups, RankGrid
+from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.training.components import Components
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.exits.conditions import every
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.observe.metrics import StepMetrics
+from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+FIRST_STEPS = 3
+"""The first steps, which are checked unless --check-replicas 0: most bugs show at once."""
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class BuildError(UserError):
+    """The ranks do not hold the model exactly once."""
+
+
+class ReplicasDiffer(UserError, ArithmeticError):
+    """Copies of a weight or of optimizer state are not equal any more."""
+
+
+class Piece(NamedTuple):
+    """A rectangle of a parameter as one rank holds it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    stage: int
+    """Chunk times pipeline ranks plus pipeline rank."""
+    tied: bool
+
+
+def check_build(parts: Components, cfg: PretrainConfig) -> None:
+    """Logs the layout; raises :class:`BuildError` on every rank where a part of the model is missing or doubled, and
+    ValueError on a rank that has loaded two versions of cuDNN.
+
+    Collective over the world.
+    """
+    groups = parts.groups
+    chunks = [unwrapped(chunk) for chunk in parts.model]
+    everyone = all_gather_json(_pieces_of(chunks, groups), groups.world)
+    pieces = [
+        Piece(name, tuple(shape), tuple(offsets), tuple(lengths), stage, tied)
+        for entries in everyone
+        for name, shape, offsets, lengths, stage, tied in entries
+    ]
+    task, model = parts.task, parts.task.description()
+    num_parameters = task.num_parameters()
+    if model is not None and model.num_parameters != num_parameters:
+        model = None  # the task says that it builds another model than the flags describe
+    for line in describe_layout(parallel_state.get_rank_grid(), pieces, model):
+        logger.info("%s", line)
+    problems = list(problems_of(pieces, cfg.num_layers, num_parameters, model, type(task).__name__))
+    if problems:
+        raise BuildError("the model is not complete: " + "; ".join(problems))
+    require_one_cudnn()
+
+
+def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
+    """This rank's pieces; none where another data-parallel rank holds the same ones."""
+    sharded = any(isinstance(p, DTensor) for chunk in chunks for p in chunk.parameters())
+    if groups.dp_cp.rank and not sharded:
+        return []
+    tied = {(s.tied_to or name) for chunk in chunks for name, p in chunk.named_parameters()
+            if (s := getattr(p, "spec", None)) is not None and (s.tied_to or "embedding" in s.grad)}  # fmt: skip
+    found = []
+    for index, chunk in enumerate(chunks):
+        stage = index * groups.pp.size + groups.pp.rank
+        parameters = {id(parameter) for parameter in chunk.parameters()}
+        buffers = {name for name, buffer in chunk.named_buffers() if id(buffer) not in parameters}
+        for each in module_tensors(chunk, groups=groups).values():
+            if each.name not in buffers:
+                place = [each.name, list(each.global_shape), list(each.offsets), list(each.local.shape)]
+                found.append([*place, stage, each.name in tied])
+    return found
+
+
+def problems_of(
+    pieces: Iterable[Piece],
+    num_layers: int,
+    num_parameters: int | None,
+    model: ModelDescription | None = None,
+    task: str = "the task",
+) -> Iterable[str]:
+    """What is missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
+    ``task``: the name of the class that knows them."""
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    layers = {int(match[1]) for name in by_name if (match := _LAYER.search(name))}
+    if layers:
+        if missing := sorted(set(range(num_layers)) - layers):
+            yield f"{_layers(missing)} on no rank"
+        if surplus := sorted(layers - set(range(num_layers))):
+            yield f"{_layers(surplus)} beyond --num-layers {num_layers}"
+    if model is not None:
+        yield from _differences(model, {name: own[0].shape for name, own in by_name.items()})
+    doubled: dict[tuple[int, ...], list[str]] = {}
+    total = 0
+    for name, own in by_name.items():
+        holders = tuple(sorted({piece.stage for piece in own}))
+        if len(holders) > 1 and not any(piece.tied for piece in own):
+            doubled.setdefault(holders, []).append(name)
+        shapes = {piece.shape for piece in own}
+        if len(shapes) > 1:
+            yield f"{name} has the shape {' and '.join(map(str, sorted(shapes)))} on different ranks"
+            continue
+        rectangles = {(piece.offsets, piece.lengths) for piece in own if 0 not in piece.lengths}
+        held, size = sum(math.prod(lengths) for _, lengths in rectangles), math.prod(own[0].shape)
+        total += held
+        if held != size:
+            yield f"{name}: the ranks hold {held:,} of its {size:,} elements"
+    for stages, names in doubled.items():
+        listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
+        yield f"{listed} on stages {' and '.join(map(str, stages))}, though nothing ties them"
+    if num_parameters is not None and total != num_parameters:
+        yield (
+            f"the ranks hold {total:,} parameters, {task}.num_parameters() makes {num_parameters:,} of the settings; "
+            "for a model of your own let it return that model's number, or None"
+        )
+
+
+def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
+    """Where the parameters that are there are not those of the description."""
+    described = {each.name: each.shape for each in model.params() if each.tied_to is None}
+    for index, branches in enumerate(model.layers):
+        absent = [branch for branch in branches if not any(each.name in built for each in branch.params)]
+        if len(absent) < len(branches):  # else the whole layer is missing, which is said already
+            yield from (f"the {branch.name} branch of layer {index + 1} is on no rank" for branch in absent)
+        for param in (param for branch in absent for param in branch.params):
+            described.pop(param.name, None)
+    for name, shape in described.items():
+        if name not in built:
+            yield f"{name} is on no rank"
+        elif math.prod(built[name]) != math.prod(shape):
+            yield f"{name} has the shape {built[name]}, the settings make {shape}"
+    if surplus := sorted(built.keys() - {each.name for each in model.params()}):
+        yield f"the settings make no {', '.join(surplus[:3])}" + (" …" if len(surplus) > 3 else "")
+
+
+def _layers(indices: Sequence[int]) -> str:
+    numbers = ", ".join(str(index + 1) for index in indices[:8]) + (" …" if len(indices) > 8 else "")
+    return f"layer {numbers} is" if len(indices) == 1 else f"layers {numbers} are"
+
+
+# ---- the layout in words
+
+
+def describe_layout(
+    grid: RankGrid, pieces: Sequence[Piece], model: ModelDescription | None = None
+) -> Iterable[str]:  # fmt: skip
+    """The rank grid, and what each pipeline stage holds."""
+    sizes = " x ".join(f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items())
+    yield f"layout: {grid.world_size} ranks = {sizes}; order {grid.order}, fastest first"
+    for axis, name in _AXES.items():
+        if getattr(grid, axis) > 1:
+            yield f"  {name + ' ranks':<15} {_shown(grid.rank_lists(axis))}"
+    branches = {} if model is None else {
+        each.name: branch.name for layer in model.layers for branch in layer for each in branch.params
+    }  # fmt: skip
+    everywhere = {piece.name for piece in pieces}
+    for stage in sorted({piece.stage for piece in pieces}):
+        own = {piece for piece in pieces if piece.stage == stage}
+        ranks = sorted(ranks[stage % grid.pp] for ranks in grid.rank_lists("pp"))
+        held = sum(math.prod(piece.lengths) for piece in own)
+        contents = _contents(own, stage, everywhere, branches)
+        yield f"  stage {stage} (ranks {_span(ranks)}): {contents}; {held:,} parameters"
+
+
+_AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
+
+
+def _shown(lists: Sequence[Sequence[int]]) -> str:
+    text = " ".join(f"[{' '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}]" for ranks in lists[:8])
+    return text + (f" … {len(lists)} groups" if len(lists) > 8 else "")
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """``1-4, 7``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _contents(pieces: Iterable[Piece], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
+    """``everywhere``: names on all stages, ``branches``: what a parameter of a layer belongs to."""
+    names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
+    embedding = any(name.startswith("embedding.") for name in names)
+    words = ["embedding"] if embedding and stage == 0 else []
+    runs: dict[str, list[int]] = {}  # what is held of them -> layers
+    for layer, own in sorted(_by_layer(names).items()):
+        held = dict.fromkeys(branches.get(name, "a part") for name in sorted(own))
+        runs.setdefault("" if own == whole[layer] else f"{' and '.join(held)} of ", []).append(layer + 1)
+    for what, numbers in sorted(runs.items(), key=lambda run: run[1]):
+        words.append(f"{what}layer{'s' if len(numbers) > 1 else ''} {_span(numbers)}")
+    words += ["final norm"] if any("final_layernorm" in name for name in names) else []
+    words += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
+    words += ["output layer (tied)"] if embedding and stage > 0 else []
+    return " + ".join(words) or ", ".join(sorted(names)[:4]) or "nothing"
+
+
+def _by_layer(names: Iterable[str]) -> dict[int, set[str]]:
+    found: dict[int, set[str]] = {}
+    for name in names:
+        if match := _LAYER.search(name):
+            found.setdefault(int(match[1]), set()).add(name)
+    return found
+
+
+# ---- copies
+
+
+class ReplicaCheck(Hook):
+    """Compares the bits of everything that several ranks hold copies of; ``interval`` None: at the start and at saves
+    only."""
+
+    def __init__(self, interval: int | None, parts: Components) -> None:
+        self.interval, self.parts = interval, parts
+        self.first = parts.state.iteration
+
+    def on_train_start(self, run: RunInfo) -> None:
+        self.first = run.state.iteration
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        if state.iteration - self.first <= FIRST_STEPS or every(self.interval, state.iteration):
+            self.check(state)
+
+    def on_save(self, state: TrainState) -> None:
+        self.check(state)
+
+    def check(self, state: TrainState) -> None:
+        """Raises :class:`ReplicasDiffer` on every rank if any two copies differ anywhere."""
+        parts = self.parts
+        found = check_replicas(parts.model, parts.groups, parts.optimizer.replicas())
+        everywhere = all_gather_json([list(each) for each in found], parts.groups.world)
+        listed = sorted({(name, rank, axis) for entries in everywhere for name, rank, axis in entries})
+        if listed:
+            shown = "; ".join(f"{name} on rank {rank}" for name, rank, _ in listed[:8])
+            more = f"; {len(listed) - 8} more" if len(listed) > 8 else ""
+            raise ReplicasDiffer(
+                f"iteration {state.iteration}: copies differ from those of the first rank that holds them: "
+                f"{shown}{more}"
+            )
+
+
+def replica_checks(cfg: PretrainConfig, parts: Components) -> list[Hook]:
+    """The hook, unless --check-replicas 0 turns it off or nobody holds copies."""
+    if cfg.check_replicas == 0 or parts.groups.world.size == 1:
+        return []
+    return [ReplicaCheck(cfg.check_replicas, parts)]

@@ -1,0 +1,58 @@
+"""What a launcher (torchrun, srun) tells a process through environment variables, and whether it can be. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+
+_RANGES = {
+    "WORLD_SIZE": (1, 2**20),
+    "RANK": (0, 2**20 - 1),
+    "LOCAL_RANK": (0, 2**20 - 1),
+    "LOCAL_WORLD_SIZE": (1, 2**20),
+    "MASTER_PORT": (0, 2**16 - 1),
+}
+
+
+def environment_problems() -> list[Problem]:
+    """Every variable that is no number in its range, or contradicts another one."""
+    return list(_problems())
+
+
+def _problems() -> Iterator[Problem]:
+    fix = "the launcher sets it; unset it for a run without one"
+    readable = {}
+    for name, (low, high) in _RANGES.items():
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        value = _integer(text)
+        if value is None or not low <= value <= high:
+            yield Problem(f"environment variable {name}", f"must be an integer from {low} to {high}", text, fix)
+        else:
+            readable[name] = value
+    for inner, outer in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        if inner in readable and readable[inner] >= readable.get(outer, 2**20):
+            reason = f"must be less than {outer} {readable[outer]}"
+            yield Problem(f"environment variable {inner}", reason, readable[inner], fix)
+
+
+def _integer(text: str) -> int | None:
+    return int(text) if len(text) < 20 and text.strip().removeprefix("-").isdecimal() else None
+
+
+def launched_world_size() -> int | None:
+    """Ranks that the launcher started; None without one."""
+    return _integer(os.environ.get("WORLD_SIZE", ""))
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for all: rank 0, no launcher, or a rank that cannot be read."""
+    return not _integer(os.environ.get("RANK", ""))
+
+
+def local_rank() -> int:
+    """Rank within this node; 0 without a launcher, or where it cannot be read."""
+    return _integer(os.environ.get("LOCAL_RANK", "")) or 0

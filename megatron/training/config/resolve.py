@@ -1,0 +1,185 @@
+"""Fills in what follows from other settings. Pure: a new frozen object is returned, nothing is checked or printed.
+
+What contradicts itself is left as it is, for the rules to name; so nothing here may fail on half-sensible values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from megatron.core.config.transformer_config import default_ffn_hidden_size
+from megatron.core.schedules import batch_size as batch_sizes
+from megatron.training.config.pretrain_config import PretrainConfig
+
+DEFAULT_SPLIT = "969,30,1"
+MOCK_SPLIT = "1,1,1"
+
+
+def gpu_present() -> bool:
+    """Whether this machine has an NVIDIA GPU that the process may use, without loading torch."""
+    return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES", "all") not in ("", "-1")
+
+
+def rank_order(cfg: PretrainConfig) -> str:
+    """Axes of the rank grid, the fastest first."""
+    return "tp-cp-ep-pp-dp" if cfg.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp"
+
+
+def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -> PretrainConfig:
+    """The frozen settings of a run on ``world_size`` ranks.
+
+    Args:
+        gpus: whether ranks have GPUs; None: look.
+    """
+    values: dict[str, Any] = {"world_size": world_size}
+    values.update(_implementations(cfg, gpu_present() if gpus is None else gpus))
+    values.update(_without_effect(cfg))
+    values.update(_network(cfg))
+    values.update(_precision(cfg))
+    values.update(_data(cfg))
+    cfg = dataclasses.replace(cfg, **values)
+    cfg = dataclasses.replace(cfg, **_batches(cfg))
+    cfg = dataclasses.replace(cfg, **_schedules(cfg))
+    return dataclasses.replace(cfg, resolved=True)
+
+
+def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
+    """What is asked for that Transformer Engine's layers do not do and built-in ones do, as flags."""
+    tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if groups is None:
+        groups = 1 if cfg.group_query_attention else cfg.num_attention_heads
+    needs = {
+        "--delay-wgrad-compute": cfg.delay_wgrad_compute,
+        "--tp-comm-overlap": cfg.tp_comm_overlap and tp > 1,
+        "--use-torch-fsdp2": cfg.use_torch_fsdp2,
+        "--fp32-residual-connection": cfg.fp32_residual_connection,
+        f"--pipeline-schedule {cfg.pipeline_schedule}": cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"),
+        "--recompute-modules layernorm": "layernorm" in (cfg.recompute_modules or ()),
+        f"--num-query-groups {groups} below --tensor-model-parallel-size {tp}": groups is not None and tp > groups,
+    }
+    return [flag for flag, needed in needs.items() if needed]
+
+
+def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
+    """Settings of what is not asked for: scripts vary one flag and leave those around it."""
+    values: dict[str, Any] = {}
+    if not cfg.save:
+        values.update(save_interval=None, save_retain_interval=None)
+    if cfg.recompute_granularity != "full":
+        values["recompute_num_layers"] = None
+    return values
+
+
+def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
+    """Defaults for the implementation of layers and for the communication backend."""
+    values: dict[str, Any] = {}
+    if cfg.transformer_impl == "transformer_engine" and needs_built_in_layers(cfg):
+        values["transformer_impl"] = "local"
+    if cfg.distributed_backend is None:
+        values["distributed_backend"] = "nccl" if gpus else "gloo"
+    if cfg.recompute_activations and cfg.recompute_granularity is None:
+        values["recompute_granularity"] = "selective"
+    if cfg.tensor_model_parallel_size == 1:  # scripts set their flags once and vary the size: nothing to split
+        values.update(sequence_parallel=False, tp_comm_overlap=False)
+    if not cfg.profile_ranks:
+        values["profile_ranks"] = [0]
+    return values
+
+
+def _network(cfg: PretrainConfig) -> dict[str, Any]:
+    num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
+    hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+    values: dict[str, Any] = {"num_layers": num_layers, "encoder_num_layers": num_layers}
+    if cfg.num_query_groups is None:
+        values["num_query_groups"] = 1 if cfg.group_query_attention else heads
+    if hidden and cfg.ffn_hidden_size is None:
+        values["ffn_hidden_size"] = default_ffn_hidden_size(hidden, gated=cfg.swiglu)
+    if hidden and heads and cfg.kv_channels is None:
+        values["kv_channels"] = max(hidden // heads, 1)
+    if not cfg.pad_vocab_size:
+        values["make_vocab_size_divisible_by"] = 1
+    if cfg.embedding_init_method_std is None:
+        values["embedding_init_method_std"] = cfg.init_method_std
+    return values
+
+
+def _precision(cfg: PretrainConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    if not cfg.grad_reduce_in_bf16:
+        values["accumulate_allreduce_grads_in_fp32"] = True
+    if cfg.apply_query_key_layer_scaling:
+        values["attention_softmax_in_fp32"] = True
+    if cfg.fp16 and cfg.loss_scale is None:
+        values["check_for_nan_in_loss_and_grad"] = False  # overflows are the dynamic loss scale's business
+    return values
+
+
+def _data(cfg: PretrainConfig) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    length = cfg.seq_length if cfg.seq_length is not None else cfg.encoder_seq_length
+    values["seq_length"] = length
+    values["encoder_seq_length"] = length if cfg.encoder_seq_length is None else cfg.encoder_seq_length
+    if cfg.dataloader_type is None:
+        values["dataloader_type"] = "single"
+    if cfg.mock_data:
+        values["split"] = MOCK_SPLIT
+    elif cfg.split is None and (cfg.data_path or cfg.data_args_path):
+        values["split"] = DEFAULT_SPLIT
+    return values
+
+
+def _batches(cfg: PretrainConfig) -> dict[str, Any]:
+    """Needs the sequence length; fills the data-parallel size and the batch sizes."""
+    replica = cfg.tensor_model_parallel_size * cfg.pipeline_model_parallel_size * cfg.context_parallel_size
+    data_parallel_size = max(cfg.world_size // replica, 1) if replica > 0 else 1
+    values: dict[str, Any] = {"data_parallel_size": data_parallel_size}
+    size = cfg.global_batch_size
+    if size is None and cfg.step_batch_size_schedule and cfg.seq_length:
+        try:
+            size = batch_sizes.parse_step_schedule(cfg.step_batch_size_schedule, cfg.seq_length)[-1].size
+        except batch_sizes.ScheduleError:
+            size = None  # a rule says what is wrong with it
+    elif size is None and cfg.micro_batch_size:
+        size = cfg.micro_batch_size * data_parallel_size
+    values["global_batch_size"] = size
+    if cfg.eval_global_batch_size is None:
+        values["eval_global_batch_size"] = size
+        if size and cfg.decrease_batch_size_if_needed and (cfg.eval_micro_batch_size or cfg.micro_batch_size):
+            unit = (cfg.eval_micro_batch_size or cfg.micro_batch_size) * data_parallel_size
+            values["eval_global_batch_size"] = max(size // unit, 1) * unit
+    if cfg.eval_micro_batch_size is None:
+        values["eval_micro_batch_size"] = cfg.micro_batch_size
+    return values
+
+
+def _schedules(cfg: PretrainConfig) -> dict[str, Any]:
+    """Needs the batch sizes; fills the lengths of training, of the learning-rate decay and of the weight-decay ramp."""
+    values: dict[str, Any] = {}
+    if cfg.skip_train and cfg.train_iters is None:
+        values["train_iters"] = 0
+    if cfg.train_samples is None:
+        if cfg.lr_decay_iters is None:
+            values["lr_decay_iters"] = cfg.train_iters
+    else:
+        if cfg.lr_decay_samples is None:
+            values["lr_decay_samples"] = cfg.train_samples
+        if cfg.train_iters is None and cfg.micro_batch_size and cfg.seq_length:
+            values["train_iters"] = _iterations(cfg, cfg.train_samples)
+    if cfg.weight_decay_incr_style == "constant":
+        for name in ("start_weight_decay", "end_weight_decay"):
+            if getattr(cfg, name) is None:
+                values[name] = cfg.weight_decay
+    return values
+
+
+def _iterations(cfg: PretrainConfig, samples: int) -> int | None:
+    """None where a batch size is unreadable or too small for the ranks, which rules name."""
+    try:
+        plateaus = batch_sizes.batch_size_plateaus(cfg)
+    except batch_sizes.ScheduleError:
+        return None
+    if min(plateau.size for plateau in plateaus) < cfg.micro_batch_size * cfg.data_parallel_size:
+        return None
+    return batch_sizes.train_iters_from_samples(cfg, samples, cfg.data_parallel_size)

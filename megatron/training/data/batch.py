@@ -1,0 +1,40 @@
+"""A micro-batch on its way to the model: this context-parallel rank's tokens, on this rank's device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core import parallel_state
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.config.errors import UserError
+
+
+def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
+    """This context-parallel rank's tokens of tensors [b, s, ...]; what is not per token stays as it is.
+
+    A dense ``attention_mask`` is refused where ranks share sequences: describe documents by ``cu_seqlens``.
+    """
+    cp = parallel_state.get_process_groups().cp
+    if cp.size == 1:
+        return batch
+    if batch.get("attention_mask") is not None:
+        raise UserError(
+            f"attention_mask: --context-parallel-size {cp.size} takes no dense masks; pass None, and boundaries of"
+            " documents as cu_seqlens (--reset-attention-mask)"
+        )
+
+    def part(value: Any) -> Any:
+        per_token = isinstance(value, Tensor) and value.dim() >= 2
+        return zigzag.local_part(value, cp.rank, cp.size) if per_token else value
+
+    return {name: part(value) for name, value in batch.items()}
+
+
+def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """A batch on ``device``; to a GPU from page-locked memory, so that the host goes on at once."""
+    if device.type == "cuda":
+        batch = {name: value if value.is_cuda else value.pin_memory() for name, value in batch.items()}
+    return {name: value.to(device, non_blocking=True) for name, value in batch.items()}

@@ -1,0 +1,74 @@
+"""How many samples each split needs, what the data sets are told, and which tokenizer they were made with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.schedules import batch_size as batch_sizes
+from megatron.data.blend import get_blend_and_blend_per_split
+from megatron.data.indexed_dataset import resolve_prefix
+from megatron.data.sidecar import check_sidecar
+from megatron.training.config.pretrain_config import PretrainConfig
+
+logger = logging.getLogger(__name__)
+
+NumSamples = tuple[int | None, int | None, int | None]
+
+
+def batch_size_at(cfg: PretrainConfig) -> Callable[[int], int]:
+    """consumed samples -> size of the next global batch."""
+    return partial(batch_sizes.running_global_batch_size, cfg, data_parallel_size=cfg.data_parallel_size)
+
+
+def samples_per_split(cfg: PretrainConfig) -> NumSamples:
+    """Training samples of the whole run; validation and test samples of one evaluation: it always sees the same ones.
+
+    None stands for one full pass (--full-validation).
+    """
+    if cfg.skip_train:
+        train: int = 0
+    elif cfg.train_samples is not None:
+        train = cfg.train_samples
+    else:
+        train = batch_sizes.samples_from_iters(cfg, cfg.train_iters or 0, cfg.data_parallel_size)
+    evaluation = None if cfg.full_validation else cfg.eval_iters * (cfg.eval_global_batch_size or 0)
+    return train, evaluation, evaluation
+
+
+def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
+    """The data flags as arguments of any data set configuration."""
+    blend, blend_per_split = get_blend_and_blend_per_split(cfg)
+    return {
+        "random_seed": cfg.seed,
+        "sequence_length": cfg.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "split": cfg.split,
+        "multiple_validation_sets": cfg.multiple_validation_sets,
+        "full_validation": cfg.full_validation,
+        "num_dataset_builder_threads": cfg.num_dataset_builder_threads,
+        "path_to_cache": cfg.data_cache_path,
+        "mmap_bin_files": cfg.mmap_bin_files,
+        "tokenizer": tokenizer,
+        "mid_level_dataset_surplus": cfg.mid_level_dataset_surplus,
+        "allow_ambiguous_pad_tokens": cfg.allow_ambiguous_pad_tokens,
+    }
+
+
+def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> None:
+    """Refuses data tokenized with another tokenizer (``ValueError``); one warning for data that does not say.
+
+    Data sets made elsewhere have no record beside them; their token ids are checked as samples are drawn.
+    """
+    blends = [config.blend, *(config.blend_per_split or [])]
+    prefixes = [resolve_prefix(prefix) for blend in blends if blend is not None for prefix in blend[0]]
+    silent = [prefix for prefix in prefixes if check_sidecar(prefix, tokenizer) is None]
+    if silent:
+        logger.warning(
+            "%d data set(s) do not say which tokenizer made them (the first: %s); token ids are checked against the"
+            " vocabulary of %d as samples are drawn", len(silent), silent[0], tokenizer.vocab_size,
+        )

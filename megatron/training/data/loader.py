@@ -1,0 +1,149 @@
+"""Which sample goes where: global batch k holds the same samples for any number of ranks, micro-batch size and workers.
+
+Sample ``i`` of the training stream is a pure function of ``i``. A global batch takes the next ``global_batch_size``
+indices; micro-batch ``m`` of data-parallel rank ``r`` is the slice that starts at ``(m * dp + r) * micro_batch_size``.
+Every batch carries ``sample_index`` (int64 [b]), the position of each sample in the stream: dropout masks depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from megatron.core.config.errors import UserError
+from megatron.training.exits.conditions import OutliveExitSignals
+
+PADDING = -1  # the data set index of a sample that only evens out a ragged last batch
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of every global batch."""
+
+    micro_batch_size: int
+    rank: int
+    size: int
+
+    def slices(self, start: int, global_batch_size: int) -> Iterator[range]:
+        """Stream positions of this rank's micro-batches of the global batch that begins at ``start``."""
+        stride = self.micro_batch_size * self.size
+        if global_batch_size % stride:
+            raise UserError(
+                f"--global-batch-size {global_batch_size}: not divisible by --micro-batch-size {self.micro_batch_size}"
+                f" times {self.size} data-parallel ranks; the nearest sizes are {global_batch_size // stride * stride}"
+                f" and {(global_batch_size // stride + 1) * stride}"
+            )
+        for first in range(start + self.rank * self.micro_batch_size, start + global_batch_size, stride):
+            yield range(first, first + self.micro_batch_size)
+
+
+def sequential(position: int) -> int:
+    """--dataloader-type single: the data set is shuffled already."""
+    return position
+
+
+class EpochShuffle:
+    """--dataloader-type cyclic: a fresh permutation of the data set every epoch, a pure function of (seed, epoch)."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.seed = length, seed
+        self.epoch, self.permutation = -1, np.empty(0, dtype=np.int64)
+
+    def __call__(self, position: int) -> int:
+        epoch, offset = divmod(position, self.length)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.permutation = np.random.RandomState((self.seed + epoch) % 2**32).permutation(self.length)
+        return int(self.permutation[offset])
+
+
+class TrainSampler:
+    """An endless batch sampler from ``consumed_samples`` on; yields lists of (stream position, data set index)."""
+
+    def __init__(
+        self,
+        shard: Shard,
+        batch_size_at: Callable[[int], int],
+        order: Callable[[int], int],
+        consumed_samples: int,
+        total_samples: int,
+    ) -> None:
+        self.shard, self.batch_size_at, self.order = shard, batch_size_at, order
+        self.consumed_samples, self.total_samples = consumed_samples, total_samples
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        position = self.consumed_samples
+        while True:
+            size = self.batch_size_at(position)
+            if position + size > self.total_samples:
+                return
+            for positions in self.shard.slices(position, size):
+                yield [(i, self.order(i)) for i in positions]
+            position += size
+
+
+class EvalSampler:
+    """The first ``num_samples`` samples, always the same; a ragged tail is filled with masked samples on all ranks."""
+
+    def __init__(self, shard: Shard, global_batch_size: int, num_samples: int) -> None:
+        self.shard, self.global_batch_size, self.num_samples = shard, global_batch_size, num_samples
+
+    def __len__(self) -> int:
+        return -(-self.num_samples // self.global_batch_size) * self.micro_batches_per_step
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of this rank in one global batch."""
+        return self.global_batch_size // (self.shard.micro_batch_size * self.shard.size)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for start in range(0, self.num_samples, self.global_batch_size):
+            for positions in self.shard.slices(start, self.global_batch_size):
+                yield [(i, i if i < self.num_samples else PADDING) for i in positions]
+
+
+class KeyedDataset:
+    """A map-style data set addressed by (stream position, index); adds the position to each sample."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any]:
+        position, index = key
+        sample = dict(self.dataset[max(index, 0)])
+        if index == PADDING:
+            sample["loss_mask"] = np.zeros_like(np.asarray(sample["loss_mask"]))  # inert: counts in no sum
+        sample["sample_index"] = np.int64(position)
+        return sample
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Stacks numpy samples into tensors [b, …]; ``cu_seqlens`` (ragged) becomes boundaries in the flattened [b * s]."""
+    batch: dict[str, Any] = {}
+    for name in samples[0]:
+        values = [sample[name] for sample in samples]
+        if name == "cu_seqlens":
+            length = len(samples[0]["tokens"])
+            starts = [np.asarray(value)[:-1] + row * length for row, value in enumerate(values)]
+            batch[name] = torch.from_numpy(np.concatenate([*starts, [len(values) * length]]).astype(np.int32))
+        else:
+            batch[name] = torch.from_numpy(np.stack([np.asarray(value) for value in values]))
+    return batch
+
+
+def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool) -> DataLoader:
+    """A torch loader over ``sampler``'s batches."""
+    return DataLoader(
+        KeyedDataset(dataset),  # type: ignore[arg-type]  # map-style by its keys, not by range(len)
+        batch_sampler=sampler,
+        num_workers=num_workers,
+        collate_fn=collate,
+        pin_memory=pin_memory,
+        generator=torch.Generator(),  # worker seeds come from here: torch's global state stays what resuming restores
+        worker_init_fn=OutliveExitSignals(),
+    )

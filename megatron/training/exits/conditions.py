@@ -1,0 +1,312 @@
+"""When to log, evaluate, save and stop.
+
+The first part is pure functions of the flags and the iteration, so that a resumed run decides as an uninterrupted one.
+The second part adds what differs between ranks, a signal or a clock, and agrees on it: one small all-reduce between the
+hosts per iteration, unless --no-save-on-signal is given.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+from megatron.core.config.errors import UserError
+from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Batch systems send the first two before the time is up; the third is Ctrl-C."""
+DOUBLE_DELIVERY_SECONDS = 0.5
+"""A terminal and a launcher may both deliver one Ctrl-C."""
+
+
+class ExitFlags(Protocol):
+    """The part of the configuration that is read here."""
+
+    @property
+    def train_iters(self) -> int | None: ...
+
+    @property
+    def train_samples(self) -> int | None: ...
+
+    @property
+    def exit_interval(self) -> int | None: ...
+
+    @property
+    def exit_duration_in_mins(self) -> int | None: ...
+
+    @property
+    def save(self) -> str | None: ...
+
+    @property
+    def save_on_signal(self) -> bool: ...
+
+    @property
+    def exit_signal_handler(self) -> bool: ...
+
+    @property
+    def exit_signal(self) -> signal.Signals: ...
+
+
+@dataclass(frozen=True)
+class ExitReason:
+    """Why training stops, and the exit code of the process."""
+
+    kind: Literal["train_iters", "train_samples", "signal", "duration", "interval", "unsaved"]
+    message: str
+    exit_code: int = 0
+
+    @property
+    def finished(self) -> bool:
+        """The run is complete: the final evaluation follows. Otherwise the process saves and leaves at once."""
+        return self.kind in ("train_iters", "train_samples")
+
+
+def every(interval: int | None, iteration: int) -> bool:
+    """Whether ``iteration`` (counted from 1) is a multiple of ``interval``; never for None or 0."""
+    return bool(interval) and iteration > 0 and iteration % interval == 0  # type: ignore[operator]
+
+
+def is_log_iteration(log_interval: int, iteration: int, first_iteration: int) -> bool:
+    """Multiples of --log-interval, and the first iteration of the process (1, or the one after a resume)."""
+    return iteration == first_iteration or every(log_interval, iteration)
+
+
+def is_eval_iteration(eval_interval: int | None, iteration: int, start_eval_at_iter: int | None = None) -> bool:
+    """Multiples of --eval-interval from --start-eval-at-iter on; None means no periodic evaluation."""
+    return every(eval_interval, iteration) and iteration >= (start_eval_at_iter or 0)
+
+
+def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitReason | None) -> bool:
+    """Multiples of --save-interval, and wherever training stops. (Without --save nothing is saved: not decided here.)
+
+    A run that is resumed when already complete makes no iteration, so it saves nothing a second time.
+    """
+    return every(save_interval, iteration) or reason is not None
+
+
+def decide(
+    cfg: ExitFlags, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
+) -> ExitReason | None:
+    """Whether training stops after ``state.iteration``, which no rank may answer differently.
+
+    ``elapsed``: seconds since the process started, the largest over ranks. ``received``: by any rank.
+    ``first_iteration``: of this process; before it --exit-interval has no say, or no job got past a multiple of it.
+    A signal or a full time slice comes first, as what follows the last iteration (evaluation) would not fit any more.
+    """
+    if received is not None:
+        # saved, or as a script of --exit-signal-handler expects; else as if the signal had ended the process
+        code = 0 if cfg.save is not None or cfg.exit_signal_handler else 128 + received
+        return ExitReason("signal", f"exiting program after receiving {received.name}.", code)
+    if cfg.exit_duration_in_mins is not None and elapsed > 60 * cfg.exit_duration_in_mins:
+        return ExitReason("duration", f"exiting program after {elapsed / 60} minutes")
+    if cfg.train_iters is not None and state.iteration >= cfg.train_iters:
+        return ExitReason("train_iters", f"training is complete after iteration {state.iteration}")
+    if cfg.train_samples is not None and state.consumed_train_samples >= cfg.train_samples:
+        return ExitReason("train_samples", f"training is complete after {state.consumed_train_samples} samples")
+    if every(cfg.exit_interval, state.iteration) and state.iteration >= first_iteration:
+        return ExitReason("interval", f"exiting program at iteration {state.iteration}")
+    return None
+
+
+def after_failed_saves(failures: int, limit: int, folder: str | None, why: str) -> ExitReason | None:
+    """The reason to stop once ``limit`` saves in a row have failed: what cannot be saved is work that will be lost.
+
+    The program's exit code is then that of every end whose last save failed.
+    """
+    if failures < limit:
+        return None
+    return ExitReason(
+        "unsaved",
+        f"stopping: the last {failures} saves to --save {folder} failed, the latest: {why}. Checkpoints before them are"
+        " intact: make room there, or mend the file system, and start the same command with --load on that folder."
+        " --max-failed-saves sets how many failures are allowed",
+    )
+
+
+def as_signal(value: signal.Signals | str | int) -> signal.Signals:
+    """A signal from its name ("SIGTERM", "TERM") or number; ``ValueError`` names --exit-signal."""
+    try:
+        if isinstance(value, str):
+            return signal.Signals[value if value.startswith("SIG") else f"SIG{value}"]
+        return signal.Signals(value)
+    except (KeyError, ValueError):
+        raise UserError(f"--exit-signal: {value!r} is no signal of this system; use e.g. SIGTERM or SIGUSR1") from None
+
+
+class ExitConditions:
+    """Asks :func:`decide` once per iteration with what all ranks agree on.
+
+    A signal only sets a flag, however often it comes: a second one while the checkpoint is written, or while the
+    process ends, changes nothing. Only a second Ctrl-C ends the process, at once and without a traceback; checkpoints
+    are complete or not there, whenever that is.
+    """
+
+    def __init__(self, cfg: ExitFlags, *, start_time: float | None = None):
+        """``start_time``: ``time.monotonic()`` when the process started; a clock that is set back does not matter."""
+        self.cfg = cfg
+        self.start_time = time.monotonic() if start_time is None else start_time
+        self.received: signal.Signals | None = None
+        """The first signal that this rank got; other ranks may not know yet."""
+        self.agreed: signal.Signals | None = None
+        """The same of any rank, as of the last :meth:`check`."""
+        self._received_at = 0.0
+        self._first_iteration: int | None = None
+        self._previous = {number: signal.getsignal(number) for number in self._to_catch()}
+        for number in self._previous:
+            signal.signal(number, self._on_signal)
+        _CAUGHT.update(self._previous)
+        if self._previous:
+            _stop_catching_in_children()
+
+    def _to_catch(self) -> set[signal.Signals]:
+        """What the program handles itself, or what is ignored (nohup), is left alone unless --exit-signal names it."""
+        if threading.current_thread() is not threading.main_thread():
+            return set()
+        free = {number for number in EXIT_SIGNALS if self.cfg.save_on_signal and _is_free(number)}
+        return free | ({as_signal(self.cfg.exit_signal)} if self.cfg.exit_signal_handler else set())
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self.received is None:
+            self.received, self._received_at = signal.Signals(number), time.monotonic()
+            if int(os.environ.get("RANK", "0")) == 0:
+                _write(self._announcement())
+        elif number == signal.SIGINT and time.monotonic() - self._received_at > DOUBLE_DELIVERY_SECONDS:
+            _write("ended by a second Ctrl-C")
+            for child in multiprocessing.active_children():  # of a data loader
+                child.kill()
+            os._exit(128 + number)
+
+    def _announcement(self) -> str:
+        assert self.received is not None
+        then = "saving and stopping" if self.cfg.save is not None else "stopping (without --save nothing is saved)"
+        return f"received {self.received.name}: {then} after this iteration; a further Ctrl-C ends the process at once"
+
+    @property
+    def signalled(self) -> bool:
+        """This rank got the signal; other ranks may not know yet."""
+        return self.received is not None
+
+    def check(self, state: TrainState) -> ExitReason | None:
+        """The decision after ``state.iteration``, the same on every rank. Collective if a signal or a clock counts.
+
+        The first call comes before the first iteration: a complete run makes none.
+        """
+        if self._first_iteration is None:
+            self._first_iteration = state.iteration + 1
+        return decide(self.cfg, state, self._agree(), self.agreed, self._first_iteration)
+
+    def interrupted(self) -> bool:
+        """Whether any rank got a signal; the same on every rank. Collective like :meth:`check`."""
+        self._agree()
+        return self.agreed is not None
+
+    def _agree(self) -> float:
+        """Learn of the signals of other ranks; the longest time since the start of any."""
+        elapsed, number = time.monotonic() - self.start_time, self.received or 0
+        if self.cfg.save_on_signal or self.cfg.exit_signal_handler or self.cfg.exit_duration_in_mins is not None:
+            elapsed, number = agree(elapsed, number)
+        self.agreed = signal.Signals(number) if number else None
+        return elapsed
+
+    def close(self) -> None:
+        """Put the previous handlers back; once signalled, the process is ending and ignores all but Ctrl-C."""
+        for number, handler in self._previous.items():
+            ignored = self.signalled and number != signal.SIGINT
+            signal.signal(number, signal.SIG_IGN if ignored else handler)
+            (_IGNORED.add if ignored else _IGNORED.discard)(number)
+        _CAUGHT.difference_update(self._previous)
+        self._previous = {}
+
+    def __enter__(self) -> "ExitConditions":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _write(line: str) -> None:
+    """From a signal handler, which may interrupt a write to ``sys.stderr`` in its middle."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{line}\n".encode())
+
+
+_CAUGHT: set[signal.Signals] = set()
+"""Signals that this process's trainer catches."""
+_IGNORED: set[signal.Signals] = set()
+"""Signals that an interrupted run left ignored; a later run of the same process catches them again."""
+
+
+def _is_free(number: signal.Signals) -> bool:
+    """Whether no other code has decided what this signal does."""
+    handler = signal.getsignal(number)
+    return handler in (signal.SIG_DFL, signal.default_int_handler) or handler == signal.SIG_IGN and number in _IGNORED
+
+
+@functools.cache
+def _stop_catching_in_children() -> None:
+    """These signals end forked children again, such as those that a program starts."""
+    os.register_at_fork(after_in_child=_restore_defaults)
+
+
+def _restore_defaults() -> None:
+    for number in _CAUGHT:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+class OutliveExitSignals:
+    """``worker_init_fn`` of a DataLoader: lets forked workers live through the signals that their trainer catches.
+
+    Terminals, torchrun and batch systems signal whole process groups, and these signals would end the workers: the
+    trainer would then die of its loader before it reaches the checkpoint. But when the trainer itself leaves, Python
+    ends workers that are still there by SIGTERM and waits for them, for ever if they ignored it.
+    """
+
+    def __init__(self) -> None:
+        self._trainer_leaves = _leaving_flag()
+
+    def __call__(self, worker_id: int) -> None:
+        for number in _CAUGHT:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._trainer_leaves.value:
+            os._exit(0)
+
+
+@functools.cache
+def _leaving_flag() -> Any:
+    """Memory shared with data loaders' workers, 1 once this process ends.
+
+    ``multiprocessing`` ends its children at exit too; it was imported, and so registered, earlier: its turn is later.
+    """
+    flag = multiprocessing.RawValue("b", 0)
+    atexit.register(setattr, flag, "value", 1)
+    return flag
+
+
+def agree(elapsed: float, received: int) -> tuple[float, int]:
+    """The largest ``elapsed`` and the largest signal number (0: none) over all ranks.
+
+    Through the hosts, so that nobody waits for a device.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return elapsed, received
+    over_hosts = dist.get_backend() == "gloo"
+    group = dist.group.WORLD if over_hosts else parallel_state.get_process_groups().world.host_handle
+    values = torch.tensor([elapsed, float(received)], dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+    largest, number = values.tolist()
+    return largest, int(number)

@@ -1,0 +1,72 @@
+"""Sums of losses over micro-batches and data-parallel ranks, in float64, with one all-reduce for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.core.config.errors import UserError
+from megatron.core.groups.process_groups import Group
+from megatron.core.pipeline_parallel.schedules import MicroBatchResult
+
+
+class LossSums:
+    """``name -> [sum, count]`` and the number of valid tokens; means are taken only at the end, over everything."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_tokens = torch.zeros((), dtype=torch.float64, device=device)
+        self.pairs: dict[str, Tensor] = {}
+
+    def add(self, results: Iterable[MicroBatchResult]) -> LossSums:
+        """Adds the micro-batches of one forward-backward pass."""
+        for result in results:
+            self.num_tokens = self.num_tokens + result.num_tokens.to(self.device, torch.float64)
+            for name, pair in result.logged.items():
+                pair = pair.to(self.device)
+                self.pairs[name] = self.pairs[name] + pair if name in self.pairs else pair
+        return self
+
+    def all_reduce(self, group: Group) -> LossSums:
+        """Sums over the ranks of ``group``; every rank must have logged the same names."""
+        if group.size > 1:
+            flat = torch.cat([self.num_tokens.reshape(1), *self.pairs.values()])
+            dist.all_reduce(flat, group=group.handle)
+            self.num_tokens = flat[0]
+            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(self.pairs)}
+        return self
+
+    def share(self, group: Group, names: list[str] | None = None) -> LossSums:
+        """From the last rank of the pipeline ``group``, which has the losses, to all of its ranks.
+
+        ``names``: of the losses, where they are known from an earlier call; otherwise the host waits for them.
+        """
+        if group.size > 1:
+            source = group.ranks[-1]
+            names = self._agreed_names(group, names)
+            mine = [self.num_tokens.reshape(1), *self.pairs.values()] if group.is_last else []
+            flat = torch.zeros(1 + 2 * len(names), dtype=torch.float64, device=self.device)
+            flat = torch.cat(mine) if group.is_last else flat
+            dist.broadcast(flat, src=source, group=group.handle)
+            self.num_tokens = flat[0]
+            self.pairs = {name: flat[1 + 2 * i : 3 + 2 * i] for i, name in enumerate(names)}
+        return self
+
+    def _agreed_names(self, group: Group, known: list[str] | None) -> list[str]:
+        if known is None:
+            names = [list(self.pairs)]
+            dist.broadcast_object_list(names, src=group.ranks[-1], group=group.handle, device=self.device)
+            return names[0]
+        if group.is_last and list(self.pairs) != known:
+            raise UserError(
+                f"the logged losses were {known} and are now {list(self.pairs)}: under --pipeline-model-parallel-size"
+                " they must be the same in every iteration, as stages pass them on by their order"
+            )
+        return known
+
+    def means(self) -> dict[str, Tensor]:
+        """``name -> sum / count`` (0-d tensors); NaN where nothing counted."""
+        return {name: pair[0] / pair[1] for name, pair in self.pairs.items()}

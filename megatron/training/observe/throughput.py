@@ -1,0 +1,169 @@
+"""How fast training runs, against what the device could do: tokens and model FLOPs per second, MFU, memory.
+
+Conventions: model FLOPs only (the Task's formula: causal attention, no recomputation, no embedding look-up); peaks are
+*dense*, as the vendors state them without sparsity. A device that is not in the table gets tokens per second and
+"MFU n/a" rather than a guess. More than 100 % means that the count of FLOPs or of seconds is wrong: an error.
+"""
+
+import logging
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.core.config.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# Dense bf16 and fp8 TFLOP/s by a pattern of the device's name; the first match counts, so the special cases lead.
+PEAKS: list[tuple[str, float, float | None]] = [
+    (r"\bGB300\b", 2500.0, 5000.0),
+    (r"\bGB200\b", 2500.0, 5000.0),
+    (r"\bB300\b", 2250.0, 4500.0),
+    (r"\bB200\b", 2250.0, 4500.0),
+    (r"\bB100\b", 1750.0, 3500.0),
+    (r"\bGH200\b", 989.4, 1978.9),
+    (r"\bH[12]00 NVL\b", 835.5, 1671.0),
+    (r"\bH200\b", 989.4, 1978.9),
+    (r"\bH100 PCIe\b", 756.0, 1513.0),
+    (r"\bH100\b", 989.4, 1978.9),
+    (r"\bH800 PCIe\b", 756.0, 1513.0),
+    (r"\bH800\b", 989.4, 1978.9),
+    (r"\bH20\b", 148.0, 296.0),
+    (r"\bA[18]00\b", 312.0, None),
+    (r"\bA40\b", 149.7, None),
+    (r"\bA30\b", 165.0, None),
+    (r"\bA10\b", 125.0, None),
+    (r"\bL40S\b", 362.05, 733.0),
+    (r"\bL40\b", 181.05, 362.0),
+    (r"\bL4\b", 121.0, 242.5),
+    (r"\bRTX 4090\b", 165.2, 330.3),
+    (r"\bRTX 3090\b", 71.0, None),
+    (r"\bMI355X\b", 2516.6, 5033.2),
+    (r"\bMI350X\b", 2306.9, 4613.7),
+    (r"\bMI3(00|25)X\b", 1307.4, 2614.9),
+    (r"\bMI250X?\b", 383.0, None),
+]
+
+
+class ThroughputError(UserError, ArithmeticError):
+    """A measured rate above what the device can do."""
+
+
+def peak_tflops(device_name: str, precision: str = "bf16") -> float | None:
+    """Dense peak in TFLOP/s; ``precision`` "bf16" (fp16 is the same) or "fp8". None for a device not in the table."""
+    for pattern, bf16, fp8 in PEAKS:
+        if re.search(pattern, device_name, re.IGNORECASE):
+            return fp8 if precision == "fp8" else bf16
+    return None
+
+
+def mfu(tflops: float, device_name: str, precision: str = "bf16") -> float | None:
+    """Model FLOPs utilisation, 0 to 1, of ``tflops`` per device; None for an unknown device.
+
+    Raises :class:`ThroughputError` above 1.
+    """
+    peak = peak_tflops(device_name, precision)
+    if peak is None:
+        return None
+    share = tflops / peak
+    if share > 1:
+        raise ThroughputError(
+            f"{tflops:.1f} TFLOP/s per device is {share:.0%} of the dense {precision} peak of {device_name} "
+            f"({peak} TFLOP/s): the FLOP count or the elapsed time is wrong"
+        )
+    return share
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Rates per device, and of the whole run."""
+
+    tflops: float | None
+    """Model TFLOP/s per device; None for a task that does not count its FLOPs."""
+    tokens_per_second: float
+    """Tokens per second of all devices."""
+    tokens_per_second_per_device: float
+    mfu: float | None
+
+    def line(self) -> str:
+        """For the console, below the iteration line."""
+        share = "n/a" if self.mfu is None else f"{self.mfu:.1%}"
+        return (
+            f"     tokens/s: {self.tokens_per_second:.1f} | tokens/s/GPU: {self.tokens_per_second_per_device:.1f}"
+            f" | MFU: {share}"
+        )
+
+
+class Throughput:
+    """Turns counts and seconds into rates for one kind of device. An impossible MFU is logged as an error, once."""
+
+    def __init__(self, world_size: int, device_name: str, precision: str = "bf16"):
+        self.world_size, self.device_name, self.precision = world_size, device_name, precision
+        self._reported = False
+
+    def rate(self, flops: float, num_tokens: float, elapsed: float) -> Rate:
+        """``flops`` (0: not counted) and ``num_tokens`` of all devices in ``elapsed`` seconds."""
+        if elapsed <= 0:
+            return Rate(None, 0.0, 0.0, None)
+        tokens = num_tokens / elapsed
+        if flops <= 0:
+            return Rate(None, tokens, tokens / self.world_size, None)
+        tflops = flops / elapsed / self.world_size / 1e12
+        try:
+            share = mfu(tflops, self.device_name, self.precision)
+        except ThroughputError as error:
+            share = None
+            if not self._reported:
+                logger.error("%s", error)
+            self._reported = True
+        return Rate(tflops, tokens, tokens / self.world_size, share)
+
+
+def device_name() -> str:
+    """Name of the current CUDA device, "CPU" without one."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def cuda_memory_megabytes() -> dict[str, float]:
+    """Megabytes (2**20) of this process by the names of the memory line."""
+    sizes = {
+        "allocated": torch.cuda.memory_allocated(),
+        "max allocated": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "max reserved": torch.cuda.max_memory_reserved(),
+    }
+    return {name: size / 2**20 for name, size in sizes.items()}
+
+
+def memory_bytes(device: str) -> dict[str, int]:
+    """What TensorBoard and ``timing.jsonl`` get: the allocator's sizes on CUDA, the resident set on a CPU."""
+    if device == "cuda":
+        stats = torch.cuda.memory_stats()
+        return {
+            "mem-reserved-bytes": stats.get("reserved_bytes.all.current", 0),
+            "mem-allocated-bytes": stats.get("allocated_bytes.all.current", 0),
+            "mem-max-allocated-bytes": stats.get("allocated_bytes.all.peak", 0),
+            "mem-allocated-count": stats.get("allocation.all.current", 0),
+        }
+    return {"mem-resident-bytes": resident_bytes(), "mem-max-resident-bytes": max_resident_bytes()}
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process; its peak where the system does not tell the current value."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return max_resident_bytes()
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def max_resident_bytes() -> int:
+    """Peak resident memory of this process."""
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,135 @@
+"""What a run would be: its layout, parameters, memory, batches and schedule, computed from the settings alone.
+
+Torch-free. Parameter counts are exact; memory: ``memory_estimate.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.models.gpt_description import describe_run
+from megatron.core.schedules import batch_size as batch_sizes
+from megatron.core.schedules import learning_rate as schedules
+from megatron.training.arguments import validate_args
+from megatron.training.config.launcher import is_first_rank, launched_world_size
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import rank_order
+from megatron.training.report.memory import memory_rows
+from megatron.training.report.pipeline import pipeline_rows
+
+
+def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
+    """Vocabulary size and where it is from, without building the tokenizer; None where that would be needed."""
+    if cfg.vocab_size is not None:
+        return cfg.vocab_size, "--vocab-size"
+    if cfg.tokenizer_type == "ByteLevelTokenizer":
+        return 257, cfg.tokenizer_type
+    path = cfg.vocab_file
+    if path is not None and path.endswith(".json"):
+        with open(path, encoding="utf-8") as file:
+            return len(json.load(file)), path
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
+            return sum(1 for line in file if line.strip()), path
+    return None, "unknown"
+
+
+def preflight(cfg: PretrainConfig) -> bool:
+    """What can be answered before torch is loaded: contradictions, and the whole of --dry-run.
+
+    Args:
+        cfg: parsed, not yet resolved settings.
+
+    Returns:
+        whether the program is done.
+
+    Raises:
+        ConfigError: with every contradiction.
+    """
+    if cfg.use_checkpoint_args:
+        return False  # the checkpoint's settings are not known yet
+    resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)
+    if cfg.dry_run and is_first_rank():
+        sys.stdout.write(dry_run_report(resolved))
+    return cfg.dry_run
+
+
+def dry_run_report(cfg: PretrainConfig) -> str:
+    """The report that ``--dry-run`` prints, for a resolved and checked configuration."""
+    sections = {
+        "layout": _layout(cfg),
+        "pipeline": pipeline_rows(cfg, vocab_size_of(cfg)[0]),
+        "model": _model(cfg),
+        "memory": memory_rows(cfg, vocab_size_of(cfg)[0] or 0),
+        "batches": _batches(cfg),
+        "schedule": _schedule(cfg),
+    }
+    lines = []
+    for title, rows in sections.items():
+        section = [f"  {name:<26} {value}" for name, value in rows]
+        lines += [title, *section] if section else []
+    return "\n".join([*lines, "the settings are consistent; nothing was started", ""])
+
+
+_AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+
+Rows = Iterator[tuple[str, Any]]
+
+
+def _layout(cfg: PretrainConfig) -> Rows:
+    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    dp = cfg.data_parallel_size
+    yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
+    yield "expert-parallel ranks", f"{cfg.expert_model_parallel_size}, taken from the data-parallel ones"
+    yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg).split('-'))} (fastest first)"
+    apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
+    layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"
+    yield "backend", f"{cfg.distributed_backend}, {layers}"
+
+
+def _model(cfg: PretrainConfig) -> Rows:
+    vocab_size, source = vocab_size_of(cfg)
+    heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
+    yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
+    if vocab_size is None:
+        yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
+    model = describe_run(cfg, vocab_size or 0)
+    if vocab_size is not None:
+        yield "vocabulary", f"{vocab_size} ({source}), padded to {model.stored_vocabulary}"
+    without = "" if vocab_size else " without the embedding"
+    layers = sorted({sum(branch.num_parameters for branch in layer) for layer in model.layers})
+    per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
+    stored = f"; {model.padding:,} more of padding" if model.padding else ""
+    yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
+
+
+def _batches(cfg: PretrainConfig) -> Rows:
+    dp, micro, length = cfg.data_parallel_size, cfg.micro_batch_size, cfg.seq_length
+    for plateau in batch_sizes.batch_size_plateaus(cfg):
+        steps = plateau.size // (micro * dp)
+        text = (
+            f"{plateau.size} sequences = {micro} x {dp} ranks x {steps} micro-batches, {plateau.size * length:,} tokens"
+        )
+        yield f"from sample {plateau.first_sample:,}", text
+    if cfg.train_iters:
+        samples = cfg.train_samples or batch_sizes.samples_from_iters(cfg, cfg.train_iters, dp)
+        yield "training", f"{cfg.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"
+    if cfg.eval_iters:
+        every = f"every {cfg.eval_interval:,} iterations" if cfg.eval_interval else "only after training"
+        yield "evaluation", f"{cfg.eval_iters} batches of {cfg.eval_global_batch_size}, {every}"
+
+
+def _schedule(cfg: PretrainConfig) -> Rows:
+    if cfg.skip_train or cfg.lr is None:
+        yield "learning rate", "none: nothing is trained"
+        return
+    plan = schedules.schedule_plan(cfg)
+    yield "learning rate", f"{cfg.lr_decay_style}, {plan.init_lr:g} -> {plan.max_lr:g} -> {plan.min_lr:g}"
+    yield "samples", f"{plan.lr_warmup_steps:,.0f} of warm-up, {plan.lr_decay_steps:,} until the minimum"
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        samples = int(share * plan.lr_decay_steps)
+        yield f"at sample {samples:,}", f"{schedules.learning_rate(plan, samples):.6E}"
+    yield "weight decay", f"{plan.start_wd:g} -> {plan.end_wd:g} ({plan.wd_incr_style})"

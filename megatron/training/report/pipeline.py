@@ -1,0 +1,122 @@
+"""What a configuration's pipeline looks like: contents of its stages, bubble, activations, timeline. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+from megatron.core.description.model import ModelDescription, Piece
+from megatron.core.models.gpt_description import describe_run
+from megatron.core.pipeline_parallel.actions import Action, Schedule
+from megatron.core.pipeline_parallel.choose import choose_schedule
+from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
+from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stages, virtual_pipeline_size
+from megatron.training.config.pretrain_config import PretrainConfig
+
+
+def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
+    """The stages of a run; an unknown vocabulary weighs nothing."""
+    return pipeline_stages(cfg, None if vocab_size is None else describe_run(cfg, vocab_size).costs)
+
+
+def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piece]]:
+    """The branches that a stage holds, layer by layer."""
+    found = []
+    for layer, branches in enumerate(model.layers):
+        own = [branch for index, branch in enumerate(branches) if 2 * layer + index in stage.half_layers]
+        found += [own] if own else []
+    return found
+
+
+def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
+    """What a stage holds of a model, in order."""
+    branches = [branch for layer in layers_held(model, stage) for branch in layer]
+    return [model.embedding] * stage.embedding + branches + [model.head] * stage.loss
+
+
+def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
+    """The schedule that trains ``num_microbatches`` micro-batches."""
+    name = cfg.pipeline_schedule or ("zero-bubble" if cfg.delay_wgrad_compute else None)
+    return choose_schedule(
+        name, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches,
+        cfg.microbatch_group_size_per_virtual_pipeline_stage,
+    )  # fmt: skip
+
+
+def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:
+    """In forward passes of one layer: F costs a stage's layers and output layer, B and W as much each."""
+    costs = describe_run(cfg, vocab_size or 0).costs
+    before = [0.0, *accumulate(costs.branches)]
+    stages = stages_of(cfg, vocab_size)
+    forward = [before[stage.half_layers.stop] - before[stage.half_layers.start] for stage in stages]
+    forward[-1] += costs.head
+
+    def cost(stage: int, action: Action) -> float:
+        return forward[stage] * (1 if action.kind != "B" or schedule.splits_backward else 2)
+
+    return cost
+
+
+def timeline_of(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | None) -> Timeline:
+    """A simulated iteration, without any time for messages.
+
+    Raises:
+        DeadlockError: if the schedule does not end.
+    """
+    schedule = schedule_of(cfg, num_microbatches)
+    return simulate(schedule, costs_of(cfg, schedule, vocab_size))
+
+
+def microbatches_of(cfg: PretrainConfig) -> int:
+    """Micro-batches of a full global batch on one pipeline."""
+    assert cfg.global_batch_size is not None and cfg.micro_batch_size is not None
+    return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
+
+
+def _round_of(cfg: PretrainConfig) -> int:
+    """Micro-batches after which the middle of a schedule repeats itself."""
+    return cfg.microbatch_group_size_per_virtual_pipeline_stage or cfg.pipeline_model_parallel_size
+
+
+def enough_microbatches(cfg: PretrainConfig) -> int:
+    """At most as many micro-batches as a global batch has, with the same peaks: a longer schedule only repeats its
+    middle, and a simulation of a batch of millions would take minutes."""
+    number, ranks = microbatches_of(cfg), cfg.pipeline_model_parallel_size
+    if ranks == 1:
+        return 1
+    whole = -(-3 * max(_round_of(cfg), ranks) // _round_of(cfg)) * _round_of(cfg)
+    return number if number < 2 * whole else whole + number % _round_of(cfg)
+
+
+def bubble_of(cfg: PretrainConfig, vocab_size: int | None) -> float:
+    """Share of the ranks' time in which they wait; of long schedules from one round's time in the middle."""
+    number, few = microbatches_of(cfg), enough_microbatches(cfg)
+    timeline = timeline_of(cfg, few, vocab_size)
+    if few == number:
+        return timeline.bubble
+    a_round = timeline.duration - timeline_of(cfg, few - _round_of(cfg), vocab_size).duration
+    duration = timeline.duration + a_round * (number - few) / _round_of(cfg)
+    ranks = timeline.schedule.num_ranks
+    busy = sum(timeline.busy(rank) for rank in range(ranks)) * number / few
+    return 1 - busy / (duration * ranks)
+
+
+def peak_layers(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> list[float]:
+    """Per rank, the most (layer, micro-batch) activations alive at once."""
+    stages = stages_of(cfg, vocab_size)
+    return peak_activations(schedule, weight=lambda stage: stages[stage].num_layers)
+
+
+def pipeline_rows(cfg: PretrainConfig, vocab_size: int | None) -> Iterator[tuple[str, str]]:
+    """(name, value) rows for a report; none without a pipeline."""
+    ranks = cfg.pipeline_model_parallel_size
+    if ranks == 1:
+        return
+    stages = stages_of(cfg, vocab_size)
+    for rank in range(ranks):
+        yield f"pipeline rank {rank}", "; ".join(str(stage) for stage in stages[rank::ranks])
+    schedule = schedule_of(cfg, enough_microbatches(cfg))
+    yield "schedule", f"{schedule.name}, {schedule.num_chunks} per rank, {microbatches_of(cfg)} micro-batches"
+    yield "bubble", f"{bubble_of(cfg, vocab_size):.1%} of the time, by FLOPs, without communication"
+    peaks = ", ".join(f"{peak:g}" for peak in peak_layers(cfg, schedule, vocab_size))
+    yield "layers x micro-batches alive", f"at most {peaks} by rank"

@@ -1,0 +1,131 @@
+"""Rules about who computes: optional packages, attention kernels, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
+from megatron.core.extensions.apex import what_is_missing
+from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
+from megatron.core.extensions.flash_attn import INSTALL as INSTALL_FLASH
+from megatron.core.extensions.flash_attn import installed_versions
+from megatron.core.extensions.installed import is_installed
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.config.resolve import gpu_present
+from megatron.training.rules.common import Rule, problem
+
+Problems = Iterator[Problem]
+
+ENGINE = "transformer_engine"
+_LOCAL = "--transformer-impl local"
+
+
+def transformer_engine_can_run(cfg: PretrainConfig) -> Problems:
+    """A dry run asks about flags, not about the machine it runs on."""
+    if cfg.transformer_impl != ENGINE or cfg.dry_run:
+        return
+    if not is_installed(ENGINE):
+        install = "pip install --no-build-isolation 'transformer_engine[pytorch]'"
+        yield problem(cfg, "transformer_impl", "needs a package that is not installed", f"{install}, or {_LOCAL}")
+    elif not gpu_present():
+        yield problem(cfg, "transformer_impl", "computes on NVIDIA GPUs only, and there is none", _LOCAL)
+
+
+def _impl(cfg: PretrainConfig) -> str:
+    return f"--transformer-impl {cfg.transformer_impl}"
+
+
+def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
+    version, field = cfg.flash_attention_version, "flash_attention_version"
+    if version is None:
+        return
+    if cfg.attention_backend not in ("auto", "flash"):
+        reason = f"contradicts --attention-backend {cfg.attention_backend}"
+        yield problem(cfg, field, reason, "leave one out")
+    if cfg.transformer_impl == ENGINE:
+        reason = f"is not for {_impl(cfg)}, which chooses its own version"
+        yield problem(cfg, field, reason, f"leave it out, or {_LOCAL}")
+    if cfg.context_parallel_size > 1:
+        reason = "is not for ranks that share a sequence, whose blocks torch's own kernels compute"
+        yield problem(cfg, field, reason, "leave it out")
+    if cfg.attention_dropout > 0:
+        reason = f"excludes --attention-dropout {cfg.attention_dropout:g}: kernels draw masks that depend on the layout"
+        yield problem(cfg, field, reason, "--attention-dropout 0")
+    if not (cfg.bf16 or cfg.fp16):
+        yield problem(cfg, field, "takes 16-bit numbers only", "--bf16")
+    if version not in installed_versions() and not cfg.dry_run:
+        yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
+
+
+def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
+    """Where attention is cuDNN's because the user says so."""
+    if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or cfg.context_parallel_size > 1:
+        return
+    length, on_gpu = cfg.seq_length or 0, gpu_present() or cfg.dry_run
+    is_cudnn = on_gpu and (cfg.bf16 or cfg.fp16) and not cfg.attention_dropout and cfg.flash_attention_version is None
+    if is_cudnn and not cudnn_takes_lengths(length, length):
+        reason = f"is cuDNN, which takes multiples of {CUDNN_LENGTHS} tokens, not --seq-length {length}"
+        yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
+
+
+def apex_can_run(cfg: PretrainConfig) -> Problems:
+    """A dry run asks about flags, not about the machine it runs on."""
+    if not cfg.apex_parts or cfg.dry_run:
+        return
+    reasons = [reason for part in cfg.apex_parts if (reason := what_is_missing(part))]
+    if reasons:
+        yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(reasons)), f"{INSTALL_APEX}, or leave it out")
+    if not gpu_present():
+        yield problem(cfg, "apex_parts", "computes on NVIDIA GPUs only, and there is none", "leave it out")
+
+
+def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
+    reasons = {
+        "wgrad": {
+            "adds into the main gradient, which --no-gradient-accumulation-fusion forbids":
+                not cfg.gradient_accumulation_fusion,
+            "adds into the main gradient, which weights do not have with --use-torch-fsdp2": cfg.use_torch_fsdp2,
+        },
+        "norm": {f"is for built-in layers, not for {_impl(cfg)}": cfg.transformer_impl == ENGINE},
+        "adam": {f"is not what --optimizer {cfg.optimizer} asks for": cfg.optimizer != "adam"},
+    }  # fmt: skip
+    for part in dict.fromkeys(cfg.apex_parts):
+        for reason, applies in reasons[part].items():
+            if applies:
+                yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
+    if cfg.apex_parts and cfg.fp64:
+        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "leave it out")
+
+
+def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
+    field = "cuda_graph_impl"
+    if cfg.cuda_graph_impl != "local":
+        return
+    replicas = cfg.data_parallel_size > 1
+    reasons = {
+        "has sums over other ranks inside": cfg.tensor_model_parallel_size > 1 or cfg.context_parallel_size > 1,
+        "waits for other stages": cfg.pipeline_model_parallel_size > 1,
+        "is cut by the documents' boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
+        "asks for the random state (recomputation does)": cfg.recompute_granularity is not None,
+        "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
+        "starts sums of gradients (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
+        "waits for weights (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
+        f"was not seen recorded with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
+        "was not seen recorded with --apex-parts": bool({"wgrad", "norm"} & set(cfg.apex_parts)),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            yield problem(cfg, field, f"records a micro-batch, but here it {reason}", "leave one of the two out")
+    if not gpu_present() and not cfg.dry_run:
+        yield problem(cfg, field, "records what NVIDIA GPUs do, and there is none", "leave it out")
+
+
+RULES: tuple[Rule, ...] = (
+    cuda_graphs_repeat_fixed_work,
+    transformer_engine_can_run,
+    flash_attention_can_run,
+    cudnn_takes_the_sequence,
+    apex_can_run,
+    apex_parts_have_their_place,
+)

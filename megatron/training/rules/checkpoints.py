@@ -1,0 +1,38 @@
+"""Rules about the folders of checkpoints, and about paths that are empty."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, problem
+
+Problems = Iterator[Problem]
+
+PATHS = (
+    "save", "load", "pretrained_checkpoint", "ckpt_convert_save", "data_path", "train_data_path", "valid_data_path",
+    "test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path", "vocab_file", "merge_file",
+    "tokenizer_model", "tensorboard_dir", "wandb_save_dir", "memory_snapshot_path", "nccl_communicator_config_path",
+    "tp_comm_overlap_cfg", "yaml_cfg",
+)  # fmt: skip
+"""Fields that hold paths, one or several."""
+
+
+def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
+    """``--save "$OUT"`` with OUT unset would write into the working directory."""
+    for field in PATHS:
+        value = getattr(cfg, field)
+        paths = value if isinstance(value, list) else [value]
+        if any(isinstance(path, str) and not path.strip() for path in paths):
+            yield problem(cfg, field, "is an empty path", "is a variable unset? leave the flag out to do without it")
+
+
+def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
+    if cfg.start_over and not cfg.save:
+        yield problem(cfg, "start_over", "needs --save DIRECTORY")
+    if cfg.start_over and cfg.save and cfg.load == cfg.save and not cfg.finetune:
+        yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "leave one out")
+
+
+RULES: tuple[Rule, ...] = (paths_are_not_empty, starting_over_is_no_resuming)

@@ -1,0 +1,63 @@
+"""What the rules share: problems by field name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+from megatron.core.config.cli import Problem, flags_of
+from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+
+Rule = Callable[[PretrainConfig], Iterator[Problem]]
+
+
+@functools.cache
+def _names() -> dict[str, tuple[str, bool]]:
+    return {spec.field: (spec.names[0], spec.is_bool) for spec in flags_of(*GROUPS)}
+
+
+def problem(cfg: PretrainConfig, field: str, reason: str, fix: str = "") -> Problem:
+    """A problem of a field, with its flag and value."""
+    name, is_bool = _names()[field]
+    value = getattr(cfg, field)
+    return Problem(name, reason, fix=fix) if is_bool or value is None else Problem(name, reason, value, fix)
+
+
+def impossible_values(cfg: PretrainConfig) -> list[Problem]:
+    """Values outside of their flag's range or form; of settings that a program made, since text is checked when it is
+    read."""
+    found = []
+    for spec in flags_of(*GROUPS):
+        value = getattr(cfg, spec.field)
+        reason = spec.refusal(value)
+        if reason:
+            found.append(problem(cfg, spec.field, reason))
+    return found
+
+
+EXAMPLES = {
+    "num_layers": "12",
+    "hidden_size": "768",
+    "num_attention_heads": "12",
+    "max_position_embeddings": "1024",
+    "seq_length": "1024",
+    "micro_batch_size": "4",
+    "lr": "3e-4",
+    "vocab_size": "50257",
+    "recompute_method": "uniform",
+    "recompute_num_layers": "1",
+}
+"""Values that show what a required flag looks like."""
+
+
+def missing(field: str, reason: str = "is required", fix: str = "") -> Problem:
+    """A problem of a field that has no value."""
+    name = _names()[field][0]
+    if not fix and field in EXAMPLES:
+        fix = f"for example {name} {EXAMPLES[field]}"
+    return Problem(name, reason, fix=fix)
+
+
+def names_of(*fields: str) -> str:
+    """Flags of these fields, joined by commas."""
+    return ", ".join(_names()[field][0] for field in fields)

@@ -1,0 +1,66 @@
+"""Rules about ranks that share every sequence (context parallelism)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, missing, problem
+from megatron.training.rules.layout import nearest_multiples
+
+Problems = Iterator[Problem]
+
+
+def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
+    cp, length = cfg.context_parallel_size, cfg.seq_length
+    if cp > 1 and length and length % (2 * cp):
+        reason = f"is not a multiple of 2 x --context-parallel-size {cp}: each rank holds an early and a late chunk"
+        yield problem(cfg, "seq_length", reason, nearest_multiples(length, 2 * cp))
+
+
+def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:
+    count, layers = len(cfg.cp_comm_type), cfg.num_layers
+    if layers and count not in (1, layers):
+        reason = f"has {count} values for --num-layers {layers}"
+        yield problem(cfg, "cp_comm_type", reason, f"give one value, or {layers}")
+
+
+def exchanged_heads_are_whole(cfg: PretrainConfig) -> Problems:
+    """All-to-all gives each rank of its group the same number of heads and of key-value heads."""
+    tp, cp, levels = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
+    sizes = {"a2a": cp, "a2a+p2p": levels[0] if levels else 1}
+    for kind in sorted(set(cfg.cp_comm_type) & set(sizes)):
+        ranks = tp * sizes[kind]
+        if cp == 1 or ranks < 1:
+            continue
+        shown = f"{ranks} (--tensor-model-parallel-size {tp} x {sizes[kind]} ranks of --cp-comm-type {kind})"
+        for field in ("num_attention_heads", "num_query_groups"):
+            value = getattr(cfg, field)
+            if value and value > 0 and value % ranks:
+                fix = f"{nearest_multiples(value, ranks)}; or --cp-comm-type p2p or allgather, which split no heads"
+                yield problem(cfg, field, f"is not a multiple of {shown}", fix)
+
+
+def two_levels_make_up_the_ranks(cfg: PretrainConfig) -> Problems:
+    cp, levels = cfg.context_parallel_size, cfg.hierarchical_context_parallel_sizes
+    field, wanted = "hierarchical_context_parallel_sizes", "a2a+p2p" in cfg.cp_comm_type
+    pairs = ", ".join(f"{size} {cp // size}" for size in range(2, cp) if cp % size == 0) or f"{cp} 1"
+    if wanted and cp > 1 and levels is None:
+        yield missing(field, "is required by --cp-comm-type a2a+p2p", f"ranks inside and outside: {pairs}")
+    if levels is None:
+        return
+    if not wanted:
+        yield problem(cfg, field, "counts only with --cp-comm-type a2a+p2p", "add that, or leave it out")
+    if len(levels) != 2 or min(levels) < 1 or math.prod(levels) != cp:
+        reason = f"must be two sizes whose product is --context-parallel-size {cp}"
+        yield problem(cfg, field, reason, f"for example: {pairs}")
+
+
+RULES: tuple[Rule, ...] = (
+    context_parallel_ranks_get_two_chunks,
+    exchanges_are_named_once_or_per_layer,
+    exchanged_heads_are_whole,
+    two_levels_make_up_the_ranks,
+)

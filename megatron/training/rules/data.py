@@ -1,0 +1,125 @@
+"""Rules about data sources, splits and tokenizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.training.config.data import parse_split
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, missing, names_of, problem
+
+Problems = Iterator[Problem]
+
+PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
+
+TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "SentencePieceTokenizer": ("tokenizer_model",),
+    "GPTSentencePieceTokenizer": ("tokenizer_model",),
+    "HuggingFaceTokenizer": ("tokenizer_model",),
+    "Llama2Tokenizer": ("tokenizer_model",),
+    "TikTokenizer": ("tokenizer_model",),
+    "NullTokenizer": ("vocab_size",),
+}
+"""What each tokenizer cannot do without."""
+
+
+def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
+    single = [field for field in ("data_path", "data_args_path", "per_split_data_args_path") if getattr(cfg, field)]
+    sources = single + (["train_data_path"] if any(getattr(cfg, field) for field in PER_SPLIT) else [])
+    sources += ["mock_data"] if cfg.mock_data else []
+    if not sources and cfg.dataloader_type != "external":
+        yield missing(
+            "data_path", "a source of data is required", "or --train-data-path, --data-args-path, --mock-data"
+        )
+    for field in sources[1:]:
+        yield problem(cfg, field, f"contradicts {names_of(sources[0])}", "give one source of data")
+
+
+def separate_paths_need_no_split(cfg: PretrainConfig) -> Problems:
+    given = [field for field in (*PER_SPLIT, "per_split_data_args_path") if getattr(cfg, field)]
+    if given and "split" in cfg.explicit:
+        yield problem(cfg, "split", f"contradicts {names_of(given[0])}", "leave one out")
+    if any(getattr(cfg, field) for field in PER_SPLIT) and not cfg.train_data_path and not cfg.skip_train:
+        yield missing("train_data_path", f"is required with {names_of(given[0])}")
+
+
+def split_has_what_is_used(cfg: PretrainConfig) -> Problems:
+    if cfg.split is None:
+        return
+    train, valid, _ = parse_split(cfg.split)
+    if not train and not cfg.skip_train:
+        yield problem(cfg, "split", "leaves no training data")
+    if not valid and cfg.eval_interval and cfg.eval_iters:
+        yield problem(cfg, "split", "leaves no validation data", "--eval-iters 0 turns evaluation off")
+
+
+MOST_SAMPLES = 2**35
+"""Most samples of one split: their order alone takes 8 bytes each, 256 GiB."""
+
+
+def samples_can_be_listed(cfg: PretrainConfig) -> Problems:
+    """``resolve`` has filled in --train-iters where --train-samples was given."""
+    train = cfg.train_samples or (cfg.train_iters or 0) * (cfg.global_batch_size or 0)
+    evaluated = 0 if cfg.full_validation else cfg.eval_iters * (cfg.eval_global_batch_size or 0)
+    for field, count in (("train_samples" if cfg.train_samples else "train_iters", train), ("eval_iters", evaluated)):
+        if count > MOST_SAMPLES and cfg.dataloader_type != "external":
+            yield problem(cfg, field, f"takes {count:,} samples, whose order alone fills {count * 8 / 2**30:,.0f} GiB")
+
+
+def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
+    if cfg.train_data_path and not cfg.valid_data_path and cfg.eval_interval and cfg.eval_iters:
+        yield missing("valid_data_path", "is required for evaluation", "or --eval-iters 0 turns evaluation off")
+
+
+def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
+    if cfg.use_checkpoint_args and (cfg.load or cfg.pretrained_checkpoint):
+        return
+    if cfg.tokenizer_type is None:
+        yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
+        return
+    for field in TOKENIZER_FILES.get(cfg.tokenizer_type, ()):
+        if getattr(cfg, field) is None:
+            other = "" if cfg.tokenizer_type == "NullTokenizer" else "or choose another --tokenizer-type"
+            yield missing(field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
+
+
+def named_files_exist(cfg: PretrainConfig) -> Problems:
+    for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
+        path = getattr(cfg, field)
+        if path is not None and not os.path.isfile(path):
+            yield problem(cfg, field, "there is no such file")
+    for field in ("load", "save", "pretrained_checkpoint"):
+        try:
+            os.stat(getattr(cfg, field) or ".")
+        except FileNotFoundError:
+            pass  # a folder that is made, or missed, later
+        except (OSError, ValueError) as error:
+            yield problem(cfg, field, f"cannot be opened ({getattr(error, 'strerror', None) or error})")
+
+
+def lengths_agree(cfg: PretrainConfig) -> Problems:
+    if cfg.seq_length is not None and cfg.encoder_seq_length not in (None, cfg.seq_length):
+        yield problem(cfg, "encoder_seq_length", f"contradicts --seq-length {cfg.seq_length}", "give one of the two")
+
+
+def mock_data_comes_from_the_loader(cfg: PretrainConfig) -> Problems:
+    if cfg.mock_data and cfg.dataloader_type == "external":
+        yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "leave one out")
+
+
+RULES: tuple[Rule, ...] = (
+    one_data_source_is_given,
+    separate_paths_need_no_split,
+    split_has_what_is_used,
+    samples_can_be_listed,
+    separate_validation_data_is_given,
+    tokenizer_is_complete,
+    named_files_exist,
+    lengths_agree,
+    mock_data_comes_from_the_loader,
+)

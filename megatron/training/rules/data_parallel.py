@@ -1,0 +1,66 @@
+"""Rules about data parallelism: gradient buckets, the distributed optimizer, fully sharded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, problem
+from megatron.training.rules.layout import common_divisors
+
+Problems = Iterator[Problem]
+
+
+def buckets_have_one_size(cfg: PretrainConfig) -> Problems:
+    if cfg.ddp_num_buckets is not None and cfg.ddp_bucket_size is not None:
+        yield problem(cfg, "ddp_num_buckets", "contradicts --ddp-bucket-size", "give one of the two")
+
+
+def optimizer_instances_divide_the_ranks(cfg: PretrainConfig) -> Problems:
+    instances, ranks = cfg.num_distributed_optimizer_instances, cfg.data_parallel_size * cfg.context_parallel_size
+    if instances <= 1:
+        return
+    if not (cfg.use_distributed_optimizer or cfg.use_torch_fsdp2):
+        reason = "there is nothing sharded to have several copies of"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason, "add --use-distributed-optimizer")
+    if ranks % instances:
+        fitting = common_divisors(ranks)
+        reason = f"does not divide the {ranks} ranks of data and context parallelism"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason, f"one of {fitting}")
+
+
+def fp32_accumulation_has_something_to_accumulate(cfg: PretrainConfig) -> Problems:
+    field = "ddp_reduce_scatter_with_fp32_accumulation"
+    if getattr(cfg, field) and not (cfg.use_distributed_optimizer and cfg.grad_reduce_in_bf16):
+        reason = "gradients travel in float32 already unless --grad-reduce-in-bf16 is given, and only "
+        reason += "--use-distributed-optimizer scatters them"
+        yield problem(cfg, field, reason, "give all three, or none")
+
+
+def torch_fsdp2_stands_alone(cfg: PretrainConfig) -> Problems:
+    if not cfg.use_torch_fsdp2:
+        if not cfg.torch_fsdp2_reshard_after_forward:
+            yield problem(cfg, "torch_fsdp2_reshard_after_forward", "counts only with --use-torch-fsdp2")
+        return
+    if cfg.use_distributed_optimizer:
+        reason = "contradicts --use-distributed-optimizer, whose optimizer state is sharded already"
+        yield problem(cfg, "use_torch_fsdp2", reason, "choose one of the two")
+    if cfg.pipeline_model_parallel_size > 1:
+        reason = "would gather every layer once per micro-batch and stage; it is not combined with"
+        yield problem(cfg, "use_torch_fsdp2", f"{reason} --pipeline-model-parallel-size", "use tensor parallelism")
+    for field in ("ddp_bucket_size", "ddp_num_buckets"):
+        if getattr(cfg, field) is not None:
+            yield problem(cfg, field, "has no meaning with --use-torch-fsdp2: its units are layers", "leave it out")
+    ranks = cfg.data_parallel_size * cfg.context_parallel_size
+    if cfg.num_distributed_optimizer_instances == ranks > 1:
+        reason = "leaves one rank per instance, and nothing to shard"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason, f"less than {ranks}")
+
+
+RULES: tuple[Rule, ...] = (
+    buckets_have_one_size,
+    optimizer_instances_divide_the_ranks,
+    fp32_accumulation_has_something_to_accumulate,
+    torch_fsdp2_stands_alone,
+)

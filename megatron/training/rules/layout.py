@@ -1,0 +1,130 @@
+"""Rules about how model and work are split over ranks, and what is recomputed. Fixes name the nearest sizes."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.core.config.memory import RECOMPUTED_MODULES
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, missing, problem
+
+Problems = Iterator[Problem]
+
+
+def nearest_multiples(value: int, divisor: int) -> str:
+    """The multiples of ``divisor`` around ``value``, for a fix."""
+    below = value // divisor * divisor
+    return f"nearest: {below} or {below + divisor}" if below else f"nearest: {divisor}"
+
+
+def common_divisors(*values: int) -> str:
+    """The numbers that divide all of ``values``, for a fix."""
+    largest = math.gcd(*values)
+    small = [size for size in range(1, math.isqrt(largest) + 1) if largest % size == 0]
+    shared = sorted({*small, *(largest // size for size in small)})
+    return ", ".join(map(str, shared[:12]))
+
+
+def ranks_fill_whole_replicas(cfg: PretrainConfig) -> Problems:
+    tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
+    if min(tp, pp, cp) >= 1 and (cfg.world_size % (tp * pp * cp) or cfg.world_size < tp * pp * cp):
+        reason = f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} ranks per replica do not divide the world size"
+        yield Problem("world size", reason, cfg.world_size, "start a multiple of that many ranks")
+
+
+def tensor_parallel_ranks_get_whole_heads(cfg: PretrainConfig) -> Problems:
+    tp, heads, width = cfg.tensor_model_parallel_size, cfg.num_attention_heads, cfg.ffn_hidden_size
+    sizes = [size for size in (heads, width) if size and size > 0]
+    if tp > 1 and any(size % tp for size in sizes):
+        fitting = common_divisors(*sizes)
+        if heads and heads % tp:
+            fix = f"{nearest_multiples(heads, tp)}; or a --tensor-model-parallel-size of {fitting}"
+            yield problem(cfg, "num_attention_heads", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
+        if width and width % tp:
+            fix = f"{nearest_multiples(width, tp)}; or a --tensor-model-parallel-size of {fitting}"
+            yield problem(cfg, "ffn_hidden_size", f"is not a multiple of --tensor-model-parallel-size {tp}", fix)
+
+
+def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
+    """Fewer groups than ranks are fine where each group gets the same number of ranks."""
+    tp, groups = cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if tp > 1 and groups and groups > 0 and groups % tp and tp % groups:
+        fix = f"{nearest_multiples(groups, tp)}, or a divisor of {tp}"
+        reason = f"neither divides nor is divided by --tensor-model-parallel-size {tp}"
+        yield problem(cfg, "num_query_groups", reason, fix)
+
+
+def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
+    """``resolve`` has dropped --sequence-parallel where there is one tensor-parallel rank."""
+    tp, cp, length = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.seq_length
+    if cfg.sequence_parallel and length and min(tp, cp) >= 1 and length % (tp * cp):
+        ranks = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
+        reason = f"is not a multiple of {ranks}, as --sequence-parallel needs"
+        yield problem(cfg, "seq_length", reason, nearest_multiples(length, tp * cp))
+
+
+def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:
+    if not cfg.tp_comm_overlap:
+        return
+    if not cfg.sequence_parallel:
+        yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
+    if cfg.use_torch_fsdp2:
+        yield problem(cfg, "tp_comm_overlap", "excludes --use-torch-fsdp2, which gathers a layer's weights as a whole")
+    kept = sorted({"mlp", "layernorm"} & set(cfg.recompute_modules or ()))
+    if kept:
+        reason = f"excludes --recompute-modules {' '.join(kept)}: the other half of a micro-batch runs in between"
+        yield problem(cfg, "tp_comm_overlap", reason, "recompute core_attn, mlp_act or whole layers")
+
+
+def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
+    if cfg.nccl_communicator_config_path is not None and not os.path.isfile(cfg.nccl_communicator_config_path):
+        yield problem(cfg, "nccl_communicator_config_path", "is no file")
+
+
+def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
+    granularity = cfg.recompute_granularity
+    for field in ("recompute_method", "recompute_num_layers"):
+        given = getattr(cfg, field) is not None
+        if granularity == "full" and not given:
+            yield missing(field, "is required by --recompute-granularity full")
+        if granularity != "full" and given:
+            yield problem(cfg, field, "counts only with --recompute-granularity full")
+    if cfg.recompute_activations and granularity == "full":
+        yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
+
+
+def recomputed_modules_are_known(cfg: PretrainConfig) -> Problems:
+    known = ", ".join(RECOMPUTED_MODULES)
+    if cfg.recompute_modules is not None and cfg.recompute_granularity != "selective":
+        reason = "counts only with --recompute-granularity selective"
+        yield problem(cfg, "recompute_modules", reason, "add it, or leave both out")
+    if unknown := [name for name in cfg.recompute_modules or () if name not in RECOMPUTED_MODULES]:
+        yield problem(cfg, "recompute_modules", f"{', '.join(unknown)} not available", f"choose from {known}")
+
+
+def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
+    if not cfg.distribute_saved_activations:
+        return
+    if cfg.recompute_granularity != "full":
+        yield problem(cfg, "distribute_saved_activations", "counts only with --recompute-granularity full")
+    if cfg.tensor_model_parallel_size == 1:
+        yield problem(cfg, "distribute_saved_activations", "needs --tensor-model-parallel-size > 1", "leave it out")
+    if cfg.sequence_parallel:
+        reason = "contradicts --sequence-parallel, under which every rank keeps its own positions anyway"
+        yield problem(cfg, "distribute_saved_activations", reason, "leave it out")
+
+
+RULES: tuple[Rule, ...] = (
+    ranks_fill_whole_replicas,
+    tensor_parallel_ranks_get_whole_heads,
+    key_value_heads_split_or_repeat_evenly,
+    sequence_parallel_ranks_get_equal_parts,
+    halves_of_micro_batches_can_take_turns,
+    files_of_settings_exist,
+    recomputation_is_complete,
+    recomputed_modules_are_known,
+    saved_activations_are_distributed_once,
+)

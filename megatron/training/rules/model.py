@@ -1,0 +1,155 @@
+"""Rules about the model and its precision. How it is split over ranks: ``rules_layout.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, missing, problem
+
+Problems = Iterator[Problem]
+
+
+def architecture_is_given(cfg: PretrainConfig) -> Problems:
+    if cfg.use_checkpoint_args and (cfg.load or cfg.pretrained_checkpoint):
+        return
+    for field in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
+        if getattr(cfg, field) is None:
+            yield missing(field)
+    if cfg.seq_length is None:
+        yield missing("seq_length")
+
+
+def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
+    hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+    if not hidden or not heads or heads < 1 or "kv_channels" in cfg.explicit:
+        return
+    if hidden % heads and cfg.kv_channels == max(hidden // heads, 1):
+        fix = f"nearest width: {max(hidden // heads, 1) * heads}; or give --kv-channels"
+        yield problem(cfg, "hidden_size", f"is not a multiple of --num-attention-heads {heads}", fix)
+
+
+def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
+    groups, heads = cfg.num_query_groups, cfg.num_attention_heads
+    if not groups or not heads or groups < 1:
+        return
+    if "num_query_groups" in cfg.explicit and not cfg.group_query_attention and groups != heads:
+        yield problem(cfg, "num_query_groups", "counts only with --group-query-attention", "add that flag")
+    if heads % groups:
+        yield problem(cfg, "num_query_groups", f"does not divide --num-attention-heads {heads}")
+
+
+def positions_cover_the_sequence(cfg: PretrainConfig) -> Problems:
+    if cfg.seq_length and cfg.max_position_embeddings and cfg.max_position_embeddings < cfg.seq_length:
+        reason = f"is smaller than --seq-length {cfg.seq_length}"
+        yield problem(cfg, "max_position_embeddings", reason, f"give at least {cfg.seq_length}")
+
+
+def position_table_is_consistent(cfg: PretrainConfig) -> Problems:
+    if not cfg.add_position_embedding and cfg.position_embedding_type == "learned_absolute":
+        yield problem(cfg, "add_position_embedding", "contradicts learned positions", "--position-embedding-type none")
+
+
+def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
+    rotary = cfg.position_embedding_type in ("rope", "yarn", "mrope")
+    for field in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
+        if getattr(cfg, field) and not rotary and not cfg.multi_latent_attention:
+            yield problem(cfg, field, "needs rotary positions", "--position-embedding-type rope")
+
+
+def rotary_channels_are_whole_pairs(cfg: PretrainConfig) -> Problems:
+    if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels:
+        channels = int(cfg.kv_channels * cfg.rotary_percent)
+        if channels % 2 or not channels:
+            reason = f"rotates {channels} of {cfg.kv_channels} channels per head, which is not a number of pairs"
+            yield problem(cfg, "rotary_percent", reason)
+
+
+def yarn_knows_its_original_context(cfg: PretrainConfig) -> Problems:
+    if cfg.position_embedding_type == "yarn" and cfg.yarn_original_max_position_embeddings is None:
+        yield missing("yarn_original_max_position_embeddings", "is required by --position-embedding-type yarn")
+
+
+def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
+    chosen = [field for field in ("swiglu", "squared_relu", "quick_geglu") if getattr(cfg, field)]
+    if len(chosen) > 1:
+        yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "choose one activation")
+    for field in ("activation_func_clamp_value", "glu_linear_offset"):
+        if getattr(cfg, field) and not (cfg.swiglu or cfg.quick_geglu):
+            yield problem(cfg, field, "needs a gated activation", "--swiglu or --quick-geglu")
+
+
+def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
+    pattern = cfg.window_attn_skip_freq
+    if pattern is not None and cfg.window_size is None:
+        yield problem(cfg, "window_attn_skip_freq", "counts only with --window-size", "add --window-size LEFT,0")
+    if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
+        yield problem(cfg, "window_attn_skip_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
+
+
+def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
+    if cfg.qk_layernorm and cfg.qk_l2_norm:
+        yield problem(cfg, "qk_l2_norm", "contradicts --qk-layernorm", "choose one of the two")
+
+
+def one_precision_is_chosen(cfg: PretrainConfig) -> Problems:
+    if cfg.fp16 and cfg.bf16:
+        yield problem(cfg, "fp16", "contradicts --bf16", "choose one of the two")
+
+
+def loss_scaling_is_for_fp16(cfg: PretrainConfig) -> Problems:
+    for field in ("loss_scale", "fp16_lm_cross_entropy"):
+        if getattr(cfg, field) and not cfg.fp16:
+            yield problem(cfg, field, "counts only with --fp16", "leave it out")
+    if cfg.min_loss_scale > cfg.initial_loss_scale:
+        yield problem(cfg, "min_loss_scale", f"is larger than --initial-loss-scale {cfg.initial_loss_scale}")
+
+
+def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
+    if cfg.grad_reduce_in_bf16 and "accumulate_allreduce_grads_in_fp32" in cfg.explicit:
+        yield problem(cfg, "grad_reduce_in_bf16", "contradicts --accumulate-allreduce-grads-in-fp32", "choose one")
+    if cfg.grad_reduce_in_bf16 and not cfg.bf16:
+        yield problem(cfg, "grad_reduce_in_bf16", "needs --bf16")
+
+
+def experts_fit_the_layout(cfg: PretrainConfig) -> Problems:
+    ep, tp = cfg.expert_model_parallel_size, cfg.tensor_model_parallel_size
+    if ep > 1 and cfg.num_experts is None:
+        yield problem(cfg, "expert_model_parallel_size", "needs --num-experts")
+    if cfg.num_experts is None:
+        return
+    if ep > 1 and cfg.num_experts % ep:
+        yield problem(cfg, "num_experts", f"is not a multiple of --expert-model-parallel-size {ep}")
+    if cfg.moe_router_topk > cfg.num_experts:
+        yield problem(cfg, "moe_router_topk", f"is larger than --num-experts {cfg.num_experts}")
+    if tp > 1 and not cfg.sequence_parallel:
+        reason = f"is required by experts with --tensor-model-parallel-size {tp}"
+        yield missing("sequence_parallel", reason, "add it")
+    if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
+        yield problem(cfg, "moe_pad_expert_input_to_capacity", "needs --moe-expert-capacity-factor")
+
+
+def latent_attention_excludes_groups(cfg: PretrainConfig) -> Problems:
+    if cfg.multi_latent_attention and cfg.group_query_attention:
+        yield problem(cfg, "group_query_attention", "contradicts --multi-latent-attention", "choose one")
+
+
+RULES: tuple[Rule, ...] = (
+    architecture_is_given,
+    heads_divide_the_width,
+    query_groups_divide_the_heads,
+    positions_cover_the_sequence,
+    position_table_is_consistent,
+    rotary_settings_need_rotary_positions,
+    rotary_channels_are_whole_pairs,
+    yarn_knows_its_original_context,
+    one_activation_is_chosen,
+    window_settings_belong_together,
+    one_query_key_norm_is_chosen,
+    one_precision_is_chosen,
+    loss_scaling_is_for_fp16,
+    gradients_reduce_in_one_format,
+    experts_fit_the_layout,
+    latent_attention_excludes_groups,
+)

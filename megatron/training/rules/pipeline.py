@@ -1,0 +1,140 @@
+"""Rules about pipeline stages, their contents and the schedule that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.core.pipeline_parallel.stages import LayoutError, parse_layout, pipeline_stages, virtual_pipeline_size
+from megatron.core.schedules import batch_size as batch_sizes
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, names_of, problem
+
+Problems = Iterator[Problem]
+
+_SIZES = (
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "microbatch_group_size_per_virtual_pipeline_stage",
+)  # fmt: skip
+_FAMILIES = (
+    ("pipeline_model_parallel_layout",),
+    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+_CHUNKS = (
+    "pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+)  # fmt: skip
+
+
+def one_way_of_splitting_layers_is_chosen(cfg: PretrainConfig) -> Problems:
+    for families in (_FAMILIES, [(field,) for field in _CHUNKS]):
+        given = [next((name for name in family if getattr(cfg, name)), None) for family in families]
+        names = [name for name in given if name is not None]
+        if len(names) > 1:
+            yield problem(cfg, names[1], f"contradicts {names_of(names[0])}", "choose one of them")
+
+
+def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
+    if cfg.pipeline_model_parallel_size != 1:
+        return
+    whole = "whole_layers_in_pipeline_split"
+    fields = (*_SIZES, *_FAMILIES[0], *_FAMILIES[2], whole, "pipeline_schedule", "delay_wgrad_compute")
+    for field in fields:
+        if getattr(cfg, field):
+            fix = "leave it out, or give more ranks than one"
+            yield problem(cfg, field, "counts only with --pipeline-model-parallel-size > 1", fix)
+
+
+def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
+    text, ranks = cfg.pipeline_model_parallel_layout, cfg.pipeline_model_parallel_size
+    if text is None:
+        return
+    try:
+        stages = parse_layout(text)
+    except LayoutError as error:
+        yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
+        return
+    layers = sum(stage.num_layers for stage in stages)
+    if cfg.num_layers and layers != cfg.num_layers:
+        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers:g} layers for --num-layers {cfg.num_layers}")
+    if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
+        yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "leave it out")
+    if ranks > 0 and len(stages) % ranks:
+        reason = f"has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {ranks}"
+        fix = f"nearest: {max(len(stages) // ranks, 1) * ranks} or {(len(stages) // ranks + 1) * ranks} stages"
+        yield problem(cfg, "pipeline_model_parallel_layout", reason, fix)
+    if any(stage.num_mtp for stage in stages):
+        yield problem(cfg, "pipeline_model_parallel_layout", "multi-token prediction (m) is not available yet")
+    for rank in range(ranks if ranks > 0 else 0):
+        own = stages[rank::ranks]
+        if own and not any(stage.half_layers or stage.embedding or stage.loss for stage in own):
+            yield problem(cfg, "pipeline_model_parallel_layout", f"leaves pipeline rank {rank} without anything")
+
+
+def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
+    """The rule above has had its say about layout strings."""
+    ranks = cfg.pipeline_model_parallel_size
+    if not cfg.num_layers or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
+        return
+    try:
+        pipeline_stages(cfg)
+    except LayoutError as error:
+        chunks = virtual_pipeline_size(cfg)
+        stages = f"{ranks} x {chunks} = {ranks * chunks}" if chunks > 1 else str(ranks)
+        fix = f"at least {ranks * chunks} layers for {stages} stages, or fewer stages"
+        yield problem(cfg, "num_layers", str(error), fix)
+
+
+def schedule_fits_the_stages(cfg: PretrainConfig) -> Problems:
+    if cfg.pipeline_model_parallel_size < 2 or not cfg.num_layers:
+        return
+    try:
+        chunks = virtual_pipeline_size(cfg)
+    except LayoutError:
+        return  # layout_string_is_well_formed says what is wrong
+    if cfg.pipeline_schedule in ("1f1b", "zero-bubble-h2") and chunks > 1:
+        fix = "interleaved or zero-bubble instead, or leave it out"
+        yield problem(cfg, "pipeline_schedule", f"takes one chunk per rank, not {chunks}", fix)
+    if cfg.pipeline_schedule == "interleaved" and chunks == 1:
+        fix = "--num-virtual-stages-per-pipeline-rank 2"
+        yield problem(cfg, "pipeline_schedule", "needs several chunks per rank", fix)
+    if cfg.delay_wgrad_compute and cfg.pipeline_schedule not in (None, "zero-bubble", "zero-bubble-h2"):
+        yield problem(cfg, "delay_wgrad_compute", f"contradicts --pipeline-schedule {cfg.pipeline_schedule}")
+    yield from _group_size_fits(cfg, chunks)
+
+
+def _group_size_fits(cfg: PretrainConfig, chunks: int) -> Problems:
+    field, ranks = "microbatch_group_size_per_virtual_pipeline_stage", cfg.pipeline_model_parallel_size
+    size = getattr(cfg, field)
+    if size is None:
+        return
+    if chunks == 1:
+        yield problem(cfg, field, "counts only with several chunks per rank", "leave it out")
+        return
+    if size < ranks:
+        reason = f"is smaller than --pipeline-model-parallel-size {ranks}: every chunk would wait for the last stage"
+        yield problem(cfg, field, reason, f"at least {ranks}")
+    most = _most_microbatches(cfg)
+    if most is not None and size > max(most, ranks):
+        yield problem(cfg, field, f"is larger than the {most} micro-batches of a global batch", f"at most {most}")
+
+
+def _most_microbatches(cfg: PretrainConfig) -> int | None:
+    """None where batch sizes are missing or unreadable, which other rules name."""
+    if not cfg.micro_batch_size or not cfg.seq_length:
+        return None
+    try:
+        sizes = [plateau.size for plateau in batch_sizes.batch_size_plateaus(cfg)]
+    except batch_sizes.ScheduleError:
+        return None
+    return max(sizes) // (cfg.micro_batch_size * cfg.data_parallel_size)
+
+
+RULES: tuple[Rule, ...] = (
+    one_way_of_splitting_layers_is_chosen,
+    pipeline_settings_need_a_pipeline,
+    layout_string_is_well_formed,
+    layers_fill_the_stages,
+    schedule_fits_the_stages,
+)

@@ -1,0 +1,244 @@
+"""Rules about batches, schedules, the optimizer, checkpoints, evaluation and logging."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.core.config.cli import Problem
+from megatron.core.extensions.installed import is_installed
+from megatron.core.schedules import batch_size as batch_sizes
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Rule, missing, names_of, problem
+
+Problems = Iterator[Problem]
+
+
+def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
+    if cfg.micro_batch_size is None:
+        yield missing("micro_batch_size")
+
+
+def global_batch_divides(cfg: PretrainConfig) -> Problems:
+    """Also every size of a ramp or of a step schedule."""
+    clash = cfg.step_batch_size_schedule and ({"global_batch_size", "rampup_batch_size"} & cfg.explicit)
+    if clash:
+        fields = names_of(*sorted(clash))
+        yield problem(cfg, "step_batch_size_schedule", f"contradicts {fields}", "its last size is the final one")
+    if not cfg.micro_batch_size or not cfg.seq_length or clash:
+        return
+    if not cfg.global_batch_size and not cfg.step_batch_size_schedule:
+        return
+    source = "step_batch_size_schedule" if cfg.step_batch_size_schedule else "rampup_batch_size"
+    try:
+        plateaus = batch_sizes.batch_size_plateaus(cfg)
+    except batch_sizes.ScheduleError as error:
+        yield problem(cfg, source, error.reason)
+        return
+    unit = cfg.micro_batch_size * cfg.data_parallel_size
+    for size in dict.fromkeys(plateau.size for plateau in plateaus):
+        if size < unit or (size % unit and not cfg.decrease_batch_size_if_needed):
+            final = size == cfg.global_batch_size and not cfg.step_batch_size_schedule
+            field = "global_batch_size" if final else source
+            reason = _indivisible(size, cfg.micro_batch_size, cfg.data_parallel_size)
+            yield problem(cfg, field, reason, _near(size, unit))
+
+
+def evaluation_batch_divides(cfg: PretrainConfig) -> Problems:
+    size, micro = cfg.eval_global_batch_size, cfg.eval_micro_batch_size
+    if not {"eval_global_batch_size", "eval_micro_batch_size"} & cfg.explicit or not size or not micro:
+        return
+    unit = micro * cfg.data_parallel_size
+    if size % unit:
+        field = "eval_global_batch_size" if "eval_global_batch_size" in cfg.explicit else "eval_micro_batch_size"
+        yield problem(cfg, field, _indivisible(size, micro, cfg.data_parallel_size), _near(size, unit))
+
+
+def _indivisible(size: int, micro: int, ranks: int) -> str:
+    return f"{size} is not a multiple of micro batch size {micro} x data-parallel size {ranks} = {micro * ranks}"
+
+
+def _near(size: int, unit: int) -> str:
+    low = size // unit * unit
+    return f"nearest valid sizes: {low} and {low + unit}" if low else f"smallest valid size: {unit}"
+
+
+def duration_is_given_once(cfg: PretrainConfig) -> Problems:
+    if cfg.train_iters is not None and cfg.train_samples is not None and "train_iters" in cfg.explicit:
+        yield problem(cfg, "train_samples", "contradicts --train-iters", "give one of the two")
+    if cfg.train_iters is None and cfg.train_samples is None and not cfg.skip_train:
+        yield missing("train_iters", "this or --train-samples is required", "--skip-train only evaluates")
+    if cfg.train_samples is not None and cfg.train_iters == 0 and not cfg.skip_train:
+        yield problem(cfg, "train_samples", f"is less than one global batch of {cfg.global_batch_size}")
+    if "train_iters" in cfg.explicit and not cfg.skip_train and cfg.train_iters < 1:
+        yield problem(cfg, "train_iters", "must be at least 1", "--skip-train only evaluates")
+
+
+def schedule_counts_like_the_training(cfg: PretrainConfig) -> Problems:
+    iters = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
+    samples = ("lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples")
+    by_samples = cfg.train_samples is not None
+    if by_samples and "train_iters" in cfg.explicit:
+        return
+    for field in iters if by_samples else samples:
+        if field in cfg.explicit and getattr(cfg, field):
+            ours, other = ("--train-samples", "-samples") if by_samples else ("--train-iters", "-iters")
+            right = names_of(field).removesuffix("-iters").removesuffix("-samples") + other
+            yield problem(cfg, field, f"does not go with {ours}", f"use {right}")
+
+
+def learning_rate_is_given(cfg: PretrainConfig) -> Problems:
+    if cfg.lr is None:
+        if not cfg.skip_train:
+            yield missing("lr")
+        return
+    if cfg.min_lr > cfg.lr:
+        yield problem(cfg, "min_lr", f"must be between 0 and --lr {cfg.lr}")
+    if cfg.lr_warmup_init > cfg.lr:
+        yield problem(cfg, "lr_warmup_init", f"must be between 0 and --lr {cfg.lr}")
+    if cfg.decoupled_min_lr is None:
+        return
+    if cfg.decoupled_lr is None:
+        yield problem(cfg, "decoupled_min_lr", "counts only with --decoupled-lr")
+    elif cfg.decoupled_min_lr > cfg.decoupled_lr:
+        yield problem(cfg, "decoupled_min_lr", f"must be between 0 and --decoupled-lr {cfg.decoupled_lr}")
+
+
+def warmup_is_shorter_than_the_decay(cfg: PretrainConfig) -> Problems:
+    unit = "samples" if cfg.train_samples is not None else "iters"
+    warmup, decay = getattr(cfg, f"lr_warmup_{unit}"), getattr(cfg, f"lr_decay_{unit}")
+    if cfg.lr_warmup_fraction is not None:
+        for field in ("lr_warmup_iters", "lr_warmup_samples"):
+            if getattr(cfg, field):
+                yield problem(cfg, field, "contradicts --lr-warmup-fraction", "give one of the two")
+    elif decay and warmup >= decay:
+        reason = f"must be less than the decay length of {decay} {unit}"
+        yield problem(cfg, f"lr_warmup_{unit}", reason, f"or give a larger --lr-decay-{unit}")
+
+
+def wsd_knows_its_decay(cfg: PretrainConfig) -> Problems:
+    unit = "samples" if cfg.train_samples is not None else "iters"
+    length, decay = getattr(cfg, f"lr_wsd_decay_{unit}"), getattr(cfg, f"lr_decay_{unit}")
+    if cfg.lr_decay_style != "WSD":
+        return
+    if not length:
+        yield missing(f"lr_wsd_decay_{unit}", "is required by --lr-decay-style WSD")
+    elif length < 1 or (decay and length > decay):
+        yield problem(cfg, f"lr_wsd_decay_{unit}", f"must be between 1 and the decay length of {decay} {unit}")
+
+
+def weight_decay_ramp_is_complete(cfg: PretrainConfig) -> Problems:
+    start, end = cfg.start_weight_decay, cfg.end_weight_decay
+    given = {"start_weight_decay", "end_weight_decay"} & cfg.explicit
+    if cfg.weight_decay_incr_style == "constant":
+        for field in sorted(given):
+            if getattr(cfg, field) != cfg.weight_decay:
+                fix = "--weight-decay-incr-style linear or cosine"
+                yield problem(cfg, field, f"contradicts a constant --weight-decay {cfg.weight_decay}", fix)
+        return
+    for field in ("start_weight_decay", "end_weight_decay"):
+        if getattr(cfg, field) is None:
+            yield missing(field, f"is required by --weight-decay-incr-style {cfg.weight_decay_incr_style}")
+    if start is not None and end is not None and not 0 <= start <= end:
+        yield problem(cfg, "start_weight_decay", f"must be between 0 and --end-weight-decay {end}")
+
+
+def stored_schedule_has_one_fate(cfg: PretrainConfig) -> Problems:
+    if cfg.override_opt_param_scheduler and cfg.use_checkpoint_opt_param_scheduler:
+        reason = "contradicts --use-checkpoint-opt_param-scheduler"
+        yield problem(cfg, "override_opt_param_scheduler", reason, "choose one of the two")
+
+
+def weights_are_gathered_where_gradients_overlap(cfg: PretrainConfig) -> Problems:
+    if cfg.overlap_param_gather and not (cfg.use_distributed_optimizer and cfg.overlap_grad_reduce):
+        yield problem(cfg, "overlap_param_gather", "needs --use-distributed-optimizer and --overlap-grad-reduce")
+
+
+def optimizer_state_keeps_what_counts(cfg: PretrainConfig) -> Problems:
+    if not cfg.use_precision_aware_optimizer:
+        for field in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            if getattr(cfg, field) != "fp32":
+                yield problem(cfg, field, "counts only with --use-precision-aware-optimizer", "add that flag")
+        return
+    if cfg.optimizer != "adam":
+        yield problem(cfg, "use_precision_aware_optimizer", f"is about Adam, not --optimizer {cfg.optimizer}")
+    for field, beta in (("exp_avg_dtype", "adam_beta1"), ("exp_avg_sq_dtype", "adam_beta2")):
+        kind, decay = getattr(cfg, field), 1.0 - getattr(cfg, beta)
+        if kind in ("fp16", "fp8"):
+            yield problem(cfg, field, "is not available: moments are smaller than it can hold without scales", "bf16")
+        elif kind == "bf16" and decay < 2**-7:
+            flag = "--" + beta.replace("_", "-")
+            reason = f"has 8 bits, and {flag} {getattr(cfg, beta)} takes off less per step: moments would never shrink"
+            yield problem(cfg, field, reason, f"{flag} 0.99 or less, or fp32")
+    if cfg.main_params_dtype == "fp16":
+        reason = "is not available: fp32 takes no more memory with --bf16, 16 bits beside each weight"
+        yield problem(cfg, "main_params_dtype", reason, "leave it out")
+    if cfg.main_grads_dtype == "bf16" and not cfg.grad_reduce_in_bf16:
+        reason = "gradients are read in the format in which they are added up"
+        yield problem(cfg, "main_grads_dtype", reason, "add --grad-reduce-in-bf16")
+
+
+def saving_is_complete(cfg: PretrainConfig) -> Problems:
+    if cfg.log_progress and not cfg.save:
+        yield problem(cfg, "log_progress", "needs --save DIRECTORY")
+    keep, every = cfg.save_retain_interval, cfg.save_interval
+    if keep and every and every > 0 and keep % every:
+        fix = f"nearest multiple: {max(keep // every, 1) * every}"
+        yield problem(cfg, "save_retain_interval", f"is not a multiple of --save-interval {every}", fix)
+
+
+def loading_has_a_source(cfg: PretrainConfig) -> Problems:
+    if cfg.load:
+        return
+    for field in ("ckpt_step", "exit_on_missing_checkpoint"):
+        if getattr(cfg, field) not in (None, False):
+            yield problem(cfg, field, "needs --load DIRECTORY")
+    for field in ("finetune", "use_checkpoint_args"):
+        if getattr(cfg, field) and not cfg.pretrained_checkpoint:
+            yield problem(cfg, field, "needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY")
+
+
+def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
+    if cfg.multiple_validation_sets and not cfg.full_validation:
+        yield problem(cfg, "multiple_validation_sets", "needs --full-validation", "add it")
+    if cfg.validation_set_names and not cfg.multiple_validation_sets:
+        yield problem(cfg, "validation_set_names", "counts only with --multiple-validation-sets", "add that flag")
+    paths = cfg.valid_data_path
+    if cfg.validation_set_names and paths and len(cfg.validation_set_names) != len(paths):
+        yield problem(cfg, "validation_set_names", f"has {len(cfg.validation_set_names)} names for {len(paths)} sets")
+
+
+def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
+    if cfg.wandb_project and not cfg.wandb_exp_name:
+        yield missing("wandb_exp_name", "is required with --wandb-project")
+    if cfg.wandb_project and not is_installed("wandb"):
+        yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or leave the flag out")
+    if cfg.wandb_project and not (cfg.wandb_save_dir or cfg.save):
+        yield missing("wandb_save_dir", "this or --save is required with --wandb-project")
+
+
+def profile_range_is_a_range(cfg: PretrainConfig) -> Problems:
+    if cfg.profile and cfg.profile_step_end <= cfg.profile_step_start:
+        yield problem(cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profile_step_start}")
+    if cfg.profile and max(cfg.profile_ranks) >= cfg.world_size:
+        yield problem(cfg, "profile_ranks", f"there are {cfg.world_size} ranks, counted from 0")
+
+
+RULES: tuple[Rule, ...] = (
+    micro_batch_is_given,
+    global_batch_divides,
+    evaluation_batch_divides,
+    duration_is_given_once,
+    schedule_counts_like_the_training,
+    learning_rate_is_given,
+    warmup_is_shorter_than_the_decay,
+    wsd_knows_its_decay,
+    weight_decay_ramp_is_complete,
+    stored_schedule_has_one_fate,
+    weights_are_gathered_where_gradients_overlap,
+    optimizer_state_keeps_what_counts,
+    saving_is_complete,
+    loading_has_a_source,
+    validation_sets_are_named,
+    log_sinks_are_complete,
+    profile_range_is_a_range,
+)

@@ -1,0 +1,204 @@
+"""From a parsed configuration to a trained model: every step of a run, in order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.config.cli import ConfigError
+from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing.exchange import from_first_rank
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
+from megatron.core.tokenizers import build_tokenizer
+from megatron.training.arguments import log_arguments, validate_args
+from megatron.training.checkpoint.checkpointer import Checkpointer, apply_checkpoint_args
+from megatron.training.checkpoint.history import check_save_folder
+from megatron.training.checks.self_checks import check_build, replica_checks
+from megatron.training.components import Components
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.datasets import batch_size_at, samples_per_split
+from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
+from megatron.training.evaluate import eval_sets
+from megatron.training.exits.conditions import ExitConditions
+from megatron.training.exits.endings import message_of, say, tell_launcher
+from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.build import build_hooks
+from megatron.training.hooks.data_files import data_file_hooks
+from megatron.training.initialize import (
+    configure_logging,
+    initialize_megatron,
+    rank_from_environment,
+    show_crashes,
+    shut_down,
+    training_device,
+    world_size_from_environment,
+)
+from megatron.training.report.dry_run import dry_run_report
+from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
+from megatron.training.tasks.base import Task
+from megatron.training.train_state import TrainState
+from megatron.training.trainer import Trainer
+from megatron.training.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+UNSAVED_EXIT_CODE = 75
+"""sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and can be resumed."""
+
+ConfigClass = TypeVar("ConfigClass")
+TaskFactory = Callable[[PretrainConfig, Any], Task]
+
+
+def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ()) -> int:
+    """Trains ``make_task(cfg, tokenizer)`` as ``cfg`` (parsed, not yet resolved) says; returns the exit code.
+
+    ``hooks`` observe the loop on every rank, after those that the flags ask for. A process may run again and again.
+
+    A ``UserError`` (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
+    MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and is not caught.
+    """
+    configure_logging(cfg.logging_level)
+    show_crashes()
+    try:
+        cfg = validate_args(apply_checkpoint_args(cfg), world_size_from_environment())
+        if cfg.dry_run:
+            if rank_from_environment() == 0:
+                sys.stdout.write(dry_run_report(cfg))
+            return 0
+        with Watchdog(cfg) as watchdog:
+            code = _run(cfg, make_task, watchdog, hooks)
+            watchdog.finish()
+            shut_down()
+    except UserError as error:
+        return _refuse(error)
+    except Exception as error:
+        tell_launcher(message_of(error), error)
+        raise
+    finally:
+        parallel_state.destroy_model_parallel()
+    if code == UNSAVED_EXIT_CODE:
+        tell_launcher(f"the last checkpoint could not be written (exit code {code}); earlier ones are intact")
+    return code
+
+
+def _refuse(error: UserError) -> int:
+    """Ends a run that the user must mend; returns the exit code."""
+    if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
+        traceback.print_exc()
+    tell_launcher(message_of(error))
+    configuration, rank = isinstance(error, ConfigError), rank_from_environment()
+    if not error.reported and (rank == 0 or not configuration):  # every rank finds the same configuration problems
+        say(message_of(error), rank)
+    return 2 if configuration else 1
+
+
+def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
+    with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
+        groups = initialize_megatron(cfg, watchdog.store)
+        from_first_rank(lambda: check_save_folder(cfg), groups.world)
+        log_arguments(cfg)
+        tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
+        parts = build_components(cfg, make_task(cfg, tokenizer), groups)
+        check_build(parts, cfg)
+        parts.hooks = [*parts.task.hooks(), *replica_checks(cfg, parts), *parts.hooks, *hooks]
+        watchdog.watch(parts)
+        info = run_info(cfg, parts)
+        for hook in parts.hooks:
+            hook.on_train_start(info)
+        try:
+            return _train_and_evaluate(cfg, parts, exits)
+        except BaseException as error:
+            watchdog.failed(error)
+            raise
+        finally:
+            for hook in parts.hooks:
+                hook.on_train_end(parts.state)
+            parts.checkpointer.close()
+
+
+def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> int:
+    trainer = Trainer(cfg, parts, exits)
+    code = 0
+    if not cfg.skip_train:
+        reason = trainer.train()
+        code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
+        if not reason.finished:
+            return code
+    for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):
+        if exits.interrupted():
+            logger.warning("the final evaluation is not complete: the run was interrupted")
+            break
+        trainer.evaluate(sets, name, final=True)
+    return code
+
+
+def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
+    """Model, optimizer, schedule, checkpoint and data, in the order in which they need each other."""
+    model = parallelize(build_model(task, training_device()), cfg, groups)
+    report_choices(model)
+    report_parameters(model, groups)
+    optimizer = get_megatron_optimizer(common_fields(OptimizerConfig, cfg), model, groups=groups)
+    scheduler = get_optimizer_param_scheduler(cfg, optimizer)
+    checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
+    state = checkpointer.load() or TrainState()
+    parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)
+    train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
+    if not cfg.skip_train:
+        parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
+    parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
+    parts.hooks = [
+        *data_file_hooks((train, valid, test), cfg.log_interval), *build_hooks(cfg, run_info(cfg, parts), task.timers)
+    ]  # fmt: skip
+    return parts
+
+
+def common_fields(config_class: type[ConfigClass], cfg: PretrainConfig) -> ConfigClass:
+    """A library configuration from the settings that it shares with ``cfg``."""
+    shared = {field.name for field in fields(cfg)} & {field.name for field in fields(config_class)}  # type: ignore[arg-type]
+    return config_class(**{name: getattr(cfg, name) for name in shared})
+
+
+def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
+    """What hooks are told at the start."""
+    device = training_device()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return RunInfo(
+        state=parts.state, train_iters=cfg.train_iters or 0, rank=rank_from_environment(), world_size=cfg.world_size,
+        data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
+    )  # fmt: skip
+
+
+def train_iterator(cfg: PretrainConfig, dataset: Any, state: TrainState, groups: ProcessGroups) -> Iterator[dict]:
+    """This rank's micro-batches from the checkpoint's position on."""
+    if cfg.dataloader_type == "external":
+        return iter(dataset)
+    if dataset is None:
+        raise UserError("there is no training data: give --data-path, --train-data-path or --mock-data")
+    order = EpochShuffle(len(dataset), cfg.seed) if cfg.dataloader_type == "cyclic" else sequential
+    sampler = TrainSampler(
+        Shard(cfg.micro_batch_size, groups.dp.rank, groups.dp.size),
+        batch_size_at(cfg),
+        order,
+        consumed_samples=state.consumed_train_samples,
+        total_samples=sys.maxsize if cfg.dataloader_type == "cyclic" else len(dataset),
+    )
+    return until_exhausted(build_loader(dataset, sampler, cfg.num_workers, torch.cuda.is_available()), len(dataset))
+
+
+def until_exhausted(loader: Iterable[dict], num_samples: int) -> Iterator[dict]:
+    """``loader``'s batches; running out of them is an error that says what to do."""
+    yield from loader
+    raise UserError(
+        f"the training data is used up: it holds {num_samples} samples. Give --data-path weights, so that sources"
+        " repeat, or more data, or fewer --train-iters"
+    )

@@ -1,0 +1,224 @@
+"""Where the ranks of a run meet: a TCP store, and a roll call that names who is missing.
+
+The launcher gives RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. torchrun's agent holds the store itself; otherwise
+rank 0 does. Every rank signs in with its host and process id before any process group is built, so that a rank that
+never arrives is named instead of ending in a collective's time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.core.config.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+REMIND_SECONDS = 10.0
+
+
+class RendezvousError(UserError, OSError):
+    """The ranks do not find each other; the message says who is missing and what to do."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process's place in the run, as the launcher says it."""
+
+    rank: int
+    world_size: int
+    host: str
+    port: int
+    agent_holds_store: bool
+    attempt: str
+
+    @property
+    def holds_store(self) -> bool:
+        return self.rank == 0 and not self.agent_holds_store
+
+    @classmethod
+    def from_environment(cls) -> Place | None:
+        """None without a launcher, or for a run of one rank. ``ValueError`` names a variable that makes no sense."""
+        if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2 or "MASTER_ADDR" not in os.environ:
+            return None
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if not 0 <= rank < world_size:
+            raise RendezvousError(f"RANK {rank}: must lie in [0, {world_size}), as WORLD_SIZE is {world_size}")
+        if not os.environ.get("MASTER_PORT", "").isdigit():
+            raise RendezvousError("MASTER_PORT: is not set to a port number, though MASTER_ADDR is set")
+        return cls(
+            rank, world_size, os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]),
+            os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )  # fmt: skip
+
+
+def _is_listening(place: Place, timeout: float) -> bool:
+    """Whether a program accepts connections there; torch's own attempts end in pages of C++ frames."""
+    limit = time.monotonic() + timeout
+    while (left := limit - time.monotonic()) > 0:
+        try:
+            socket.create_connection((place.host, place.port), timeout=left).close()
+            return True
+        except OSError:
+            time.sleep(min(0.1, left))
+    return False
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a rank signs in with."""
+
+    host: str
+    pid: int
+    """For messages alone: any program that reaches the store may have written it."""
+    world_size: int
+    machine: str
+    """Equal where process ids mean the same processes: hosts may share a name, and containers a host."""
+
+    @classmethod
+    def of_this_process(cls, world_size: int) -> Arrival:
+        """What this process signs in with."""
+        return cls(socket.gethostname(), os.getpid(), world_size, machine_identity())
+
+
+def machine_identity() -> str:
+    """The running kernel and the process namespace; the host's name where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def open_store(place: Place, timeout: float, *, holds: bool = False) -> dist.Store:
+    """A connection of its own to the run's store. With ``holds`` this process holds the store, for as long as the
+    result lives.
+
+    Raises:
+        RendezvousError: nobody answers, or the port is in use; the message says who and what to do.
+    """
+    where = f"MASTER_ADDR {place.host}, MASTER_PORT {place.port}"
+    if not holds and not _is_listening(place, timeout):
+        missing = "the launcher's agent" if place.agent_holds_store else "rank 0"
+        raise RendezvousError(f"{where}: {missing} did not answer within {timeout:g} s: is it running?")
+
+    def connect() -> dist.Store:
+        return dist.TCPStore(
+            place.host, place.port, None, is_master=holds, timeout=timedelta(seconds=timeout), wait_for_workers=False,
+            master_listen_fd=_listening_socket(place) if holds else None,
+        )  # fmt: skip
+
+    try:
+        store = _within(timeout, connect)
+    except (RuntimeError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        advice = "rank 0 cannot listen there, another job may: choose another port" if holds else "no store is there"
+        raise RendezvousError(f"{where}: {advice} ({reason})") from None
+    if store is None:
+        raise RendezvousError(
+            f"{where}: something accepts connections there but did not answer within {timeout:g} s: another program may"
+            " own the port; choose another MASTER_PORT"
+        )
+    return dist.PrefixStore(f"attempt-{place.attempt}", store)
+
+
+def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | None:
+    """What ``connect`` returns or raises; None after ``timeout`` seconds. torch waits without a limit for the first
+    answer of whatever accepted its connection, so that a thread of its own has to wait."""
+    future: Future[dist.Store] = Future()
+
+    def attempt() -> None:
+        try:
+            future.set_result(connect())
+        except (RuntimeError, OSError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=attempt, name="rendezvous", daemon=True).start()
+    try:
+        return future.result(timeout)
+    except FutureTimeout:
+        return None
+
+
+def _listening_socket(place: Place) -> int | None:
+    """The descriptor of a socket on MASTER_ADDR alone, so that other networks of this host do not reach the store.
+
+    None, for all addresses, where the others may reach this host by another address than the one that the name means
+    here: a host's own name often means a loopback address, and a service's name one of no host.
+    """
+    with contextlib.suppress(socket.gaierror):
+        found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
+        for family, _, _, _, address in sorted(found, key=lambda each: each[0] != socket.AF_INET):
+            if ipaddress.ip_address(address[0]).is_loopback and not _means_loopback(place.host):
+                continue
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind(address)
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+            else:
+                return listener.detach()
+    return None
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether the user has written a loopback address, rather than a name that happens to mean one here."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
+    """Signs in and waits until every rank has; everyone's sign-in by rank.
+
+    Raises:
+        RendezvousError: after ``timeout`` seconds, naming the ranks that are missing; or a rank was started with
+            another WORLD_SIZE.
+    """
+    store.set(f"arrival/{place.rank}", json.dumps(asdict(Arrival.of_this_process(place.world_size))))
+    keys = [f"arrival/{rank}" for rank in range(place.world_size)]
+    begin = reminded = time.monotonic()
+    while not store.check(keys):
+        now = time.monotonic()
+        if now - begin > timeout:
+            missing, listed = _missing(store, keys)
+            raise RendezvousError(
+                f"{missing} of {place.world_size} ranks did not arrive within {timeout:g} s: {listed}. Look for"
+                " their errors, start all ranks, or raise --watchdog-timeout-seconds"
+            )
+        if now - reminded > REMIND_SECONDS:
+            reminded = now
+            logger.warning("waiting for %d more ranks: %s", *_missing(store, keys))
+        time.sleep(0.05)
+    arrivals = [Arrival(**json.loads(store.get(key))) for key in keys]
+    odd = [rank for rank, each in enumerate(arrivals) if each.world_size != place.world_size]
+    if odd:
+        other = arrivals[odd[0]].world_size
+        raise RendezvousError(f"WORLD_SIZE is {place.world_size} on rank {place.rank} but {other} on rank {odd[0]}")
+    return arrivals
+
+
+def _missing(store: dist.Store, keys: list[str]) -> tuple[int, str]:
+    """How many ranks have not signed in, and the first of them."""
+    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return len(missing), ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")

@@ -1,0 +1,312 @@
+"""Proves a layout: the same few steps on many ranks and on one, compared number by number.
+
+:func:`trace` runs the real program (``build_components``, ``Trainer.train_step``) on the ranks that are up and yields,
+for every step, the losses, the gradient norm, and the gradient and the new value of every parameter as rectangles of
+its global tensor. One rank's traces make a :class:`Reference`; each rank of a layout compares its own rectangles with
+it (:func:`compare`), and :func:`judge` puts the ranks' reports together: every element of every tensor there exactly
+once, copies bit for bit alike, everything within a relative tolerance.
+
+An error is the largest absolute difference within a tensor over the largest magnitude of the reference tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from megatron.core.distributed.replicas import tensor_hash
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.training.components import Components
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.datasets import NumSamples
+from megatron.training.exits.conditions import ExitConditions
+from megatron.training.run import build_components
+from megatron.training.tasks.base import Task
+from megatron.training.trainer import Trainer
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+
+
+class SyntheticSamples:
+    """Random tokens with random loss masks, every sample a function of its index alone; some rows count nothing.
+
+    With ``packed``, documents of random lengths stand side by side and attention stays inside each.
+    """
+
+    def __init__(self, length: int, seq_length: int, vocab_size: int, *, packed: bool = False) -> None:
+        self.length, self.seq_length, self.vocab_size, self.packed = length, seq_length, vocab_size, packed
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = np.random.default_rng(1000 + index)
+        tokens = generator.integers(0, self.vocab_size, self.seq_length + 1)
+        mask = (generator.random(self.seq_length) < 0.7).astype(np.float32)
+        if index % 3 == 1:
+            mask[:] = 0.0
+        positions = np.arange(self.seq_length)
+        sample = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": positions}
+        if self.packed:
+            cuts = np.sort(generator.choice(np.arange(1, self.seq_length), size=3, replace=False))
+            sample["cu_seqlens"] = [0, *map(int, cuts), self.seq_length]
+            sample["position_ids"] = np.concatenate([np.arange(part) for part in np.diff([0, *cuts, self.seq_length])])
+        return sample
+
+
+def with_synthetic_data(task_class: type[Task], vocab_size: int) -> type[Task]:
+    """``task_class`` on :class:`SyntheticSamples`; no tokenizer and no file is needed."""
+
+    class OnSyntheticData(task_class):  # type: ignore[misc, valid-type]
+        @property
+        def vocab_size(self) -> int:
+            return vocab_size
+
+        def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+            cfg = self.cfg
+            data = SyntheticSamples(1 << 20, cfg.seq_length, vocab_size, packed=cfg.reset_attention_mask)
+            return data, None, None
+
+    return OnSyntheticData
+
+
+class Trace(NamedTuple):
+    """One step on one rank; step 0 is the state before training and has weights only."""
+
+    step: int
+    losses: dict[str, float]
+    norm: float | None
+    gradients: list[ShardedTensor]
+    weights: list[ShardedTensor]
+
+
+def trace(
+    cfg: PretrainConfig, make_task: Callable[[PretrainConfig], Task], groups: ProcessGroups, steps: int
+) -> Iterator[Trace]:
+    """Trains ``steps`` steps on the ranks of ``groups``. The weights are the live ones: read them before going on."""
+    parts = build_components(cfg, make_task(cfg), groups)
+    gradients: list[ShardedTensor] = []
+    update = parts.optimizer.update
+
+    def noting_update(objection: Tensor | None = None, gradient_factor: Tensor | None = None) -> Any:
+        gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
+        if gradient_factor is not None:
+            for each in gradients:
+                each.local.mul_(gradient_factor)
+        return update(objection, gradient_factor)
+
+    parts.optimizer.update = noting_update
+    with ExitConditions(cfg) as exits:
+        trainer = Trainer(cfg, parts, exits)
+        yield Trace(0, {}, None, [], weight_shards(parts))
+        for step in range(1, steps + 1):
+            metrics = trainer.train_step()
+            losses = {name: float(value) for name, value in metrics.losses.items()}
+            norm = None if metrics.grad_norm is None else float(metrics.grad_norm)
+            yield Trace(step, losses, norm, gradients, weight_shards(parts))
+
+
+def _copy(shard: ShardedTensor) -> ShardedTensor:
+    return ShardedTensor(shard.name, shard.local.detach().clone(), shard.global_shape, shard.offsets)
+
+
+def weight_shards(parts: Components) -> list[ShardedTensor]:
+    """This rank's weights as rectangles of global tensors."""
+    found: list[ShardedTensor] = []
+    for chunk in parts.checkpointer.chunks:
+        found += module_tensors(chunk, groups=parts.groups).values()
+    return found
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What one rank found: whole tensors by global name."""
+
+    losses: dict[str, float]
+    norm: float | None
+    tensors: dict[str, dict[str, Tensor]]
+    """kind (``gradient``, ``weight``) -> name -> tensor."""
+
+
+Reference = list[ReferenceStep]
+
+
+def make_reference(traces: Iterable[Trace]) -> Reference:
+    """The traces of a run on one rank, whole tensors kept."""
+    steps = []
+    for one in traces:
+        kinds = {"gradient": one.gradients, "weight": one.weights}
+        tensors = {kind: {each.name: _copy(each).local for each in shards} for kind, shards in kinds.items()}
+        steps.append(ReferenceStep(one.losses, one.norm, tensors))
+    return steps
+
+
+class Cell(NamedTuple):
+    """One rectangle of one tensor on one rank, compared."""
+
+    kind: str
+    name: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    error: float
+    digest: int
+
+
+class StepReport(NamedTuple):
+    """One rank's comparison of one step."""
+
+    losses: dict[str, float]
+    norm: float | None
+    cells: list[Cell]
+
+
+def compare(one: Trace, reference: ReferenceStep) -> StepReport:
+    """This rank's rectangles against the same rectangles of the reference."""
+    cells = []
+    for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
+        for shard in shards:
+            whole = reference.tensors[kind].get(shard.name)
+            lengths = tuple(shard.local.shape)
+            error = math.inf
+            if whole is not None and tuple(whole.shape) == tuple(shard.global_shape):
+                error = _error(shard, whole, reference.norm)
+            cells.append(Cell(kind, shard.name, tuple(shard.offsets), lengths, error, int(tensor_hash(shard.local))))
+    return StepReport(one.losses, one.norm, cells)
+
+
+def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
+    """Relative to the tensor's largest magnitude; to the gradient norm where the tensor is exactly zero."""
+    local = shard.local.detach()
+    if local.numel() == 0:
+        return 0.0
+    part = whole[tuple(slice(start, start + length) for start, length in zip(shard.offsets, local.shape))]
+    part = part.to(local.device)
+    difference = float((local - part).abs().max())
+    scale = float(whole.abs().max()) or norm or 1.0
+    return difference / scale if math.isfinite(difference) else math.inf
+
+
+class Difference(NamedTuple):
+    """Something that is not as on one rank."""
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    """Relative; infinite where something is missing, of another shape or not a number."""
+    detail: str = ""
+
+    def __str__(self) -> str:
+        where = "before training" if self.step == 0 else f"step {self.step}"
+        what = self.name if self.kind in ("loss", "norm") else f"{self.kind} of {self.name}"
+        return f"{where}: {what} {self.detail or f'differs by {self.error:.1e} (relative)'}"
+
+
+@dataclass
+class Verdict:
+    """How a layout compares."""
+
+    differences: list[Difference] = field(default_factory=list)
+    """Beyond the tolerance: by step, then loss, gradients, norm, weights, each in the model's order."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Per step: loss, reference loss, norm, reference norm, worst gradient and weight as (error, name)."""
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference."""
+        return self.differences[0] if self.differences else None
+
+
+def judge(reference: Reference, reports: Sequence[Sequence[StepReport]], tolerance: float) -> Verdict:
+    """All ranks' reports (``reports[rank][step]``) as one verdict."""
+    verdict = Verdict()
+    for step, expected in enumerate(reference):
+        ranks = [report[step] for report in reports]
+        limit = tolerance if step else 0.0  # initial weights are the same bits
+        loss = _scalars(step, "loss", expected.losses, [each.losses for each in ranks], limit)
+        norms = [{} if each.norm is None else {"gradient norm": each.norm} for each in ranks]
+        norm = _scalars(step, "norm", {} if expected.norm is None else {"gradient norm": expected.norm}, norms, limit)
+        worst: dict[str, tuple[float, str]] = {}
+        found: dict[str, list[Difference]] = {}
+        for kind, tensors in expected.tensors.items():
+            cells = [cell for each in ranks for cell in each.cells if cell.kind == kind]
+            found[kind], worst[kind] = _tensors(step, kind, tensors, cells, limit)
+        verdict.differences += [*loss, *found["gradient"], *norm, *found["weight"]]
+        if step:
+            row = {"step": step, "losses": ranks[0].losses, "reference losses": expected.losses}
+            verdict.rows.append(row | {"norm": ranks[0].norm, "reference norm": expected.norm, **worst})
+    return verdict
+
+
+def _scalars(
+    step: int, kind: str, expected: dict[str, float], found: Sequence[dict[str, float]], limit: float
+) -> list[Difference]:
+    """Every rank must report every value."""
+    differences = []
+    for rank, values in enumerate(found):
+        if set(values) != set(expected):
+            detail = f"is {sorted(values)} on rank {rank}, expected {sorted(expected)}"
+            differences.append(Difference(step, kind, kind, math.inf, detail))
+            continue
+        for name, value in values.items():
+            error = abs(value - expected[name]) / (abs(expected[name]) or 1.0)
+            if not error <= limit:
+                detail = f"is {value!r} on rank {rank}, {expected[name]!r} on one rank"
+                differences.append(Difference(step, kind, name, error, detail))
+    return differences
+
+
+def _tensors(
+    step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Cell], limit: float
+) -> tuple[list[Difference], tuple[float, str]]:
+    """Differences of the tensors of one kind, in the reference's order, and the largest error with its tensor."""
+    by_name: dict[str, list[Cell]] = {name: [] for name in expected}
+    for cell in cells:
+        by_name.setdefault(cell.name, []).append(cell)
+    differences: list[Difference] = []
+    worst = (0.0, "")
+    for name, own in by_name.items():
+        if name not in expected:
+            differences.append(Difference(step, kind, name, math.inf, "does not exist on one rank"))
+            continue
+        problem = coverage(tuple(expected[name].shape), own) or (disagreement(own) if kind == "weight" else "")
+        if problem:
+            differences.append(Difference(step, kind, name, math.inf, problem))
+        error = max((cell.error for cell in own), default=math.inf)
+        worst = max(worst, (error, name))
+        if not error <= limit:
+            differences.append(Difference(step, kind, name, error))
+    return differences, worst
+
+
+def coverage(shape: tuple[int, ...], cells: Iterable[Cell]) -> str:
+    """What is wrong if the distinct rectangles do not hold every element exactly once; empty if they do."""
+    rectangles = {(cell.offsets, cell.lengths) for cell in cells if 0 not in cell.lengths}
+    if rectangles == {((0,) * len(shape), shape)}:
+        return ""
+    count = np.zeros(shape, dtype=np.int16)
+    for offsets, lengths in rectangles:
+        count[tuple(slice(start, start + length) for start, length in zip(offsets, lengths))] += 1
+    if not count.size or (count == 1).all():
+        return ""
+    missing, double = int((count == 0).sum()), int((count > 1).sum())
+    return f"is incomplete: of {count.size} elements {missing} are on no rank and {double} in more than one rectangle"
+
+
+def disagreement(cells: Iterable[Cell]) -> str:
+    """What is wrong if copies of a rectangle differ in a bit; empty if they do not."""
+    digests: dict[tuple, set[int]] = {}
+    for cell in cells:
+        digests.setdefault((cell.offsets, cell.lengths), set()).add(cell.digest)
+    apart = [rectangle for rectangle, values in digests.items() if len(values) > 1]
+    return f"differs between the ranks that hold copies of it (at offsets {apart[0][0]})" if apart else ""

@@ -1,0 +1,47 @@
+"""Programs that ask how many micro-batches there are now are told what the pure schedule says."""
+
+import logging
+
+import pytest
+
+from megatron.compat import num_microbatches_calculator as calculator
+from megatron.core.schedules import batch_size as batch_schedule
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    calculator.destroy_num_microbatches_calculator()
+    yield
+    calculator.destroy_num_microbatches_calculator()
+
+
+def test_a_ramp_is_followed_as_samples_are_consumed(caplog):
+    calculator.init_num_microbatches_calculator(0, [8, 8, 64], 24, 2, 2)
+    settings = calculator.BatchSettings(2, 24, [8, 8, 64])
+    with caplog.at_level(logging.INFO):
+        for consumed in (0, 31, 32, 64, 1000):
+            calculator.update_num_microbatches(consumed, consistency_check=False, verbose=True)
+            assert calculator.get_num_microbatches() == batch_schedule.num_microbatches(settings, consumed, 2)
+            assert calculator.get_current_global_batch_size() == batch_schedule.global_batch_size(settings, consumed)
+    assert [record.getMessage() for record in caplog.records] == [
+        "global batch size: 8 -> 16", "global batch size: 16 -> 24"
+    ]  # fmt: skip
+    assert calculator.get_micro_batch_size() == 2
+
+
+def test_a_size_that_ranks_cannot_share_is_lowered_if_asked_else_refused():
+    with pytest.raises(ValueError, match="nearest valid sizes: 8 and 12"):
+        calculator.init_num_microbatches_calculator(0, None, 10, 2, 2)
+    calculator.init_num_microbatches_calculator(0, None, 10, 2, 2, decrease_batch_size_if_needed=True)
+    assert calculator.get_num_microbatches() == 2
+    assert calculator.get_current_running_global_batch_size() == 8 < calculator.get_current_global_batch_size() == 10
+
+
+def test_asking_too_early_and_setting_up_twice_say_what_to_call():
+    with pytest.raises(RuntimeError, match="call init_num_microbatches_calculator"):
+        calculator.get_num_microbatches()
+    calculator.init_num_microbatches_calculator(1, None, 8, 2, 2)
+    with pytest.raises(RuntimeError, match="reconfigure_num_microbatches_calculator"):
+        calculator.init_num_microbatches_calculator(1, None, 8, 2, 2)
+    calculator.reconfigure_num_microbatches_calculator(1, None, 16, 2, 2)
+    assert calculator.get_num_microbatches() == 4

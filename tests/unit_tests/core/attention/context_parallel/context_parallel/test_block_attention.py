@@ -1,0 +1,216 @@
+"""A ring of four ranks played on one device: blocks of fused kernels, merged, against attention over everything."""
+
+import pytest
+import torch
+
+from megatron.core.attention.context_parallel import kernels, zigzag
+from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
+from megatron.core.attention.context_parallel.kernels import (
+    BlockwiseTorch,
+    FusedBlocks,
+    bands_are_right_here,
+    make_block_kernel,
+)
+from megatron.core.attention.context_parallel.tiles import Tile, Visibility, plan_tiles
+
+SIZE, BATCH, HEADS, GROUPS = 4, 2, 8, 2
+DOCUMENT_LENGTHS = [100, 3, 409, 256, 256, 1, 700, 300, 23]  # two rows of 1024
+
+
+DOCUMENTS = tuple(sum(DOCUMENT_LENGTHS[:count]) for count in range(len(DOCUMENT_LENGTHS) + 1))
+
+
+def tensors(length, channels, dtype, device):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(HEADS, channels), (GROUPS, channels), (GROUPS, channels), (HEADS, channels)]
+    return [torch.randn(length, BATCH, *shape, generator=generator).to(device, dtype) for shape in shapes]
+
+
+def play_ring(kernel, inputs, visibility, documents, size, whole_keys=False):
+    """Output and gradients of whole sequences, as ``size`` ranks of a ring (or of an all-gather) compute them."""
+    query, key, value, grad = inputs
+    length = query.shape[0]
+    blocks = [((0, length),)] if whole_keys else [zigzag.spans(length, rank, size) for rank in range(size)]
+    key_values = torch.stack((key, value))
+    held = [key_values] if whole_keys else [zigzag.local_part(key_values, rank, size) for rank in range(size)]
+    grad_held = [GradientSum(2, x[0]) for x in held]
+    outs, grad_queries = [], []
+    for rank in range(size):
+        spans = zigzag.spans(length, rank, size)
+        q, g = (zigzag.local_part(x, rank, size, dim=0).contiguous() for x in (query, grad))
+        tiles = [plan_tiles(spans, keys, visibility, length, documents) for keys in blocks]
+        softmax = OnlineSoftmax(q, kernel)
+        for block, visible in zip(held, tiles):
+            softmax.add_block(block[0], block[1], visible)
+        out, lse = softmax.finish()
+        gradients = BlockGradients(g, q, out, lse, kernel)
+        for block, visible, sums in zip(held, tiles, grad_held):
+            gradients.add_block(block, visible, sums)
+        outs.append(out)
+        grad_queries.append(gradients.grad_query())
+    totals = [sums.total() for sums in grad_held]
+    grad_key_values = totals[0] if whole_keys else zigzag.whole(totals)
+    return [zigzag.whole(outs, dim=0), zigzag.whole(grad_queries, dim=0), *grad_key_values]
+
+
+def errors(found, expected):
+    return [((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in zip(found, expected, strict=True)]
+
+
+VISIBILITIES = {
+    "wide window": Visibility(True, (300, 0)), "narrow window": Visibility(True, (40, 0)),
+    "causal": Visibility(True), "all pairs": Visibility(False), "window": Visibility(True, (150, 0)),
+    "two-sided window": Visibility(False, (70, 300)),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole_keys", [False, True], ids=["ring", "all-gather"])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES.keys())
+@pytest.mark.parametrize("preferred, channels", [("cudnn", 128), ("cudnn", 64), ("flash", 128)])
+def test_merged_blocks_of_fused_kernels_equal_attention_over_everything(
+    preferred, channels, visibility, packed, whole_keys
+):
+    inputs = tensors(1024, channels, torch.bfloat16, "cuda")
+    documents = DOCUMENTS if packed else None
+    exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], visibility, documents, 1)
+    found = play_ring(FusedBlocks(0.1, preferred), inputs, visibility, documents, SIZE, whole_keys)
+    output, *gradients = errors(found, exact)
+    assert output < 5e-3 and max(gradients) < 2e-2, (output, gradients)
+
+
+def error_text(number):
+    return f"{number:9.1e}"
+
+
+@pytest.mark.gpu
+def test_flash_kernels_follow_their_rules_on_bands():
+    """Raw calls with limits from the lower right corner. A band with a limit on the left and none on the right is wrong
+    exactly where it has more queries than keys; an explicit limit of fewer than all keys is right."""
+    rows, unexpected = ["   left  right queries   keys   forward  backward"], []
+    for num_queries, num_keys in [(256, 256), (192, 256), (256, 192), (384, 256), (100, 333), (333, 100), (2, 77)]:
+        shift = num_keys - num_queries
+        for left, right in [(0, -1), (37, -1), (130, -1), (37, num_keys - 1), (37, 5), (-1, 20), (50, 0), (-1, 0)]:
+            tile = Tile(
+                None, 0, num_queries, 0, num_keys, None if left < 0 else left - shift,
+                None if right < 0 else right + shift, 0, 0,
+            )  # fmt: skip
+            error = raw_flash_errors(tile, (left, right))
+            rows.append(f"{left:7d}{right:7d}{num_queries:8d}{num_keys:7d}{''.join(map(error_text, error))}")
+            expected_wrong = 0 <= left < num_keys and right < 0 and num_queries > num_keys + 1
+            if (max(error) > 2e-2) != expected_wrong:
+                unexpected.append(rows[-1])
+    assert not unexpected, "\n".join([*rows, "unexpected:", *unexpected])
+
+
+def raw_flash_errors(tile, window):
+    """Relative errors of output and of the gradients, where a query sees a key."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
+    q, k, v, g = (torch.randn(1, *size, 64, generator=generator).to("cuda", torch.bfloat16) for size in sizes)
+    plain, fused = BlockwiseTorch(0.1), FusedBlocks(0.1, "flash")
+    out, lse = plain.forward(q, k, v, tile)
+    sees = lse.isfinite()
+    out, lse = (x.where(sees.view(*sees.shape, *[1] * (x.dim() - 3)), 0.0) for x in (out, lse))
+    g = g * sees.unsqueeze(-1)
+    shape = (None, None, tile.num_queries, tile.num_keys)
+    narrow = [x.transpose(1, 2) for x in (g, q, k, v, out.to(torch.bfloat16))]
+    found = fused._flash(*narrow[1:4], shape, window)[0].transpose(1, 2) * sees.unsqueeze(-1)
+    grads = [x.transpose(1, 2) for x in fused._flash_backward(narrow, lse.contiguous(), shape, window)]
+    grads[0] = grads[0] * sees.unsqueeze(-1)
+    exact = plain.backward(g, q, k, v, narrow[4].transpose(1, 2), lse, tile)
+    exact = [exact[0].nan_to_num(0.0), *exact[1:]]
+    return [errors([found], [out])[0], max(errors(grads, exact))]
+
+
+@pytest.mark.gpu
+def test_bands_of_rings_are_right_on_this_gpu():
+    for channels, dtype in [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)]:
+        assert bands_are_right_here("flash" if channels > 128 else "cudnn", channels, dtype), (channels, dtype)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeypatch, right):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "bands_are_right_here", lambda *arguments: right)
+    kernel = make_block_kernel(0.1, "auto", torch.bfloat16, channels=64, dropout_rate=0.0, ring_window=True)
+    assert type(kernel) is (FusedBlocks if right else BlockwiseTorch)
+
+
+@pytest.mark.parametrize(
+    "backend, dtype, channels, rate, chosen",
+    [
+        ("auto", torch.bfloat16, 128, 0.0, "cudnn"), ("auto", torch.float16, 64, 0.0, "cudnn"),
+        ("flash", torch.bfloat16, 128, 0.0, "flash"), ("auto", torch.bfloat16, 136, 0.0, "flash"),
+        ("auto", torch.bfloat16, 256, 0.0, "flash"), ("auto", torch.bfloat16, 264, 0.0, None),
+        ("auto", torch.bfloat16, 100, 0.0, None), ("auto", torch.bfloat16, 128, 0.1, None),
+        ("auto", torch.float32, 128, 0.0, None), ("unfused", torch.bfloat16, 128, 0.0, None),
+        ("local", torch.bfloat16, 128, 0.0, None),
+    ],
+)  # fmt: skip
+def test_fused_kernels_are_chosen_for_16_bit_types_on_a_gpu(monkeypatch, backend, dtype, channels, rate, chosen):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernel = make_block_kernel(1.0, backend, dtype, channels=channels, dropout_rate=rate)
+    assert (kernel.preferred if isinstance(kernel, FusedBlocks) else None) == chosen
+
+
+@pytest.mark.parametrize("length, taken", [(1024, True), (1024 + 64, False)])
+def test_cudnn_gets_tiles_of_lengths_that_it_computes_right(length, taken):
+    spans = [zigzag.spans(length, rank, 2) for rank in range(2)]
+    tiles = [tile for keys in spans for tile in plan_tiles(spans[0], keys, Visibility(True), length)]
+    assert all(FusedBlocks(0.1)._takes_cudnn(tile) == taken for tile in tiles)
+    assert not any(FusedBlocks(0.1, "flash")._takes_cudnn(tile) for tile in tiles)
+
+
+@pytest.mark.parametrize("whole_keys", [False, True], ids=["ring", "all-gather"])
+@pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES.keys())
+def test_the_played_ring_equals_one_rank_in_float32(visibility, whole_keys):
+    inputs = tensors(1024, 8, torch.float32, "cpu")
+    exact = play_ring(BlockwiseTorch(0.1), inputs, visibility, DOCUMENTS, 1)
+    found = play_ring(BlockwiseTorch(0.1), inputs, visibility, DOCUMENTS, SIZE, whole_keys)
+    assert max(errors(found, exact)) < 1e-5
+
+
+def test_plain_torch_serves_what_fused_kernels_do_not():
+    assert isinstance(make_block_kernel(1.0, "auto", torch.float64, channels=64, dropout_rate=0.0), BlockwiseTorch)
+    assert isinstance(make_block_kernel(1.0, "auto", torch.bfloat16, channels=64, dropout_rate=0.1), BlockwiseTorch)
+
+
+@pytest.mark.parametrize("form_of_rows", ["causal", "window"])
+def test_16_bit_inputs_are_merged_in_float32(form_of_rows):
+    inputs = tensors(256, 16, torch.bfloat16, "cpu")
+    exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], VISIBILITIES[form_of_rows], None, 1)
+    found = play_ring(BlockwiseTorch(0.1), inputs, VISIBILITIES[form_of_rows], None, SIZE)
+    assert max(errors(found, exact)) < 5e-3
+
+
+class Arriving:
+    """A sum from another rank, on its way."""
+
+    def __init__(self, total):
+        self.total = total
+
+    def wait(self):
+        return self.total
+
+
+PARTS = {"nothing": [], "whole": [(0, 6)], "late": [(3, 3)], "late, whole": [(3, 3), (0, 6)], "two": [(0, 6), (0, 6)],
+         "early, middle": [(0, 3), (2, 2)], "whole, early": [(0, 6), (0, 3)]}  # fmt: skip
+
+
+@pytest.mark.parametrize("arriving", [False, True], ids=["alone", "arriving"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS.keys())
+def test_gradient_sums_add_in_float32_and_round_once(parts, arriving):
+    generator = torch.Generator().manual_seed(0)
+    like = torch.empty(6, 2, 3, 4, dtype=torch.bfloat16)
+    start = torch.randn(2, *like.shape, generator=generator) if arriving else torch.zeros(2, *like.shape)
+    for finish in ("total", "result"):
+        sums = GradientSum(2, like, Arriving(start.clone()) if arriving else None)
+        expected = start.clone()
+        for first, count in parts:
+            new = torch.randn(2, count, 2, 3, 4, generator=generator).bfloat16()
+            sums.add(list(new.movedim(1, 3)), slice(None), first)
+            expected[:, first : first + count] += new
+        found = sums.total() if finish == "total" else torch.stack(sums.result())
+        assert torch.equal(found, expected if finish == "total" else expected.bfloat16())

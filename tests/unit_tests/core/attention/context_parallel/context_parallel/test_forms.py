@@ -1,0 +1,105 @@
+"""Every form of context-parallel attention equals one rank, forward and backward, in float64."""
+
+
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.attention.context_parallel import forms, zigzag
+from megatron.core.attention.dot_product_attention import UnfusedAttention, make_core_attention
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.enums import AttnMaskType
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.random.dropout import DropoutCoordinates
+from megatron.core.random.philox import DropoutStream
+
+LENGTH, BATCH, CHANNELS = 32, 2, 6
+DOCUMENTS = [0, 7, 8, 26, 32, 32, 45, 64]
+CASES = {
+    "causal": {},
+    "all pairs": {"mask": AttnMaskType.no_mask},
+    "window": {"window_size": (6, 0)},
+    "wide window": {"window_size": (21, 0)},
+    "two-sided window": {"mask": AttnMaskType.no_mask, "window_size": (3, 9)},
+    "packed": {"packed": True},
+    "packed, all pairs": {"packed": True, "mask": AttnMaskType.no_mask},
+    "packed window": {"packed": True, "window_size": (4, 0)},
+    "dropout": {"attention_dropout": 0.3},
+    "packed dropout": {"packed": True, "attention_dropout": 0.3},
+    "unfused": {"attention_backend": "unfused", "packed": True},
+}
+FORMS = ["p2p", "allgather", "a2a", "a2a+p2p"]
+
+
+def make_config(heads, kv_groups, **overrides):
+    sizes = {"num_layers": 2, "hidden_size": heads * CHANNELS, "num_attention_heads": heads, "kv_channels": CHANNELS}
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "params_dtype": torch.float64}
+    return TransformerConfig(**{**sizes, **rates, "num_query_groups": kv_groups, **overrides})
+
+
+def tensors(heads, kv_groups, length=LENGTH, dtype=torch.float64):
+    """Query, key, value of whole sequences and the gradient of the output."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(heads, CHANNELS), (kv_groups, CHANNELS), (kv_groups, CHANNELS), (heads * CHANNELS,)]
+    return [torch.randn(length, BATCH, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def coordinates(positions):
+    return DropoutCoordinates(DropoutStream(1), torch.tensor([5, 9]), positions, positions)
+
+
+def attend(core, inputs, packed, positions):
+    """Output and gradients of query, key and value."""
+    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+    bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)
+    output = core(query, key, value, None, PackedSeqParams(cu_seqlens_q=bounds) if packed else None,
+                  coordinates(positions))  # fmt: skip
+    output.backward(inputs[3])
+    return [output.detach(), query.grad, key.grad, value.grad]
+
+
+def largest_differences(rank, size, form, levels, heads, kv_groups):
+    """Case -> largest relative difference between this rank's results and its part of one rank's."""
+    groups = parallel_state.initialize_model_parallel(
+        context_parallel_size=size, hierarchical_context_parallel_sizes=levels
+    )
+    differences = {}
+    whole = tensors(heads, kv_groups)
+    for name, case in CASES.items():
+        case = dict(case)
+        packed, mask = case.pop("packed", False), case.pop("mask", AttnMaskType.causal)
+        reference = UnfusedAttention(make_config(heads, kv_groups, **case), 2, mask)
+        expected = attend(reference, whole, packed, torch.arange(LENGTH))
+        config = make_config(heads, kv_groups, context_parallel_size=size, cp_comm_type=[form], **case)
+        core = make_core_attention(config, 2, mask, groups)
+        local = [zigzag.local_part(x, rank, size, dim=0) for x in whole]
+        results = attend(core, local, packed, zigzag.positions(LENGTH, rank, size))
+        parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected]
+        differences[name] = max(
+            ((part - result).norm() / part.norm()).item() for part, result in zip(parts, results, strict=True)
+        )
+    return differences
+
+
+@pytest.mark.parametrize("kv_groups", [8, 4])
+@pytest.mark.parametrize("form, size, levels", [
+    ("p2p", 2, None), ("p2p", 4, None), ("allgather", 2, None), ("allgather", 4, None), ("a2a", 2, None),
+    ("a2a", 4, None), ("a2a+p2p", 4, [2, 2]), ("a2a+p2p", 2, [2, 1]), ("a2a+p2p", 2, [1, 2]),
+])  # fmt: skip
+def test_every_form_equals_one_rank(gloo_pool, form, size, levels, kv_groups):
+    for differences in gloo_pool.run(largest_differences, size, form, levels, 8, kv_groups):
+        assert set(differences) == set(CASES)
+        assert max(differences.values()) < 1e-12, differences
+
+
+@pytest.mark.parametrize("form", ["p2p", "allgather"])
+def test_one_key_value_head_serves_any_number_of_ranks(gloo_pool, form):
+    for differences in gloo_pool.run(largest_differences, 4, form, None, 3, 1):
+        assert max(differences.values()) < 1e-12, differences
+
+
+def test_one_rank_gathers_and_sums_nothing():
+    """A group of one has no handle, which torch would take for that of the whole world."""
+    x = torch.ones(2, 4, 1, 1, 3)
+    assert forms._gather_whole(x, SINGLE_PROCESS.cp) is x and forms._sum_local(x, SINGLE_PROCESS.cp) is x

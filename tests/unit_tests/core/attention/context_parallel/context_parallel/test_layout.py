@@ -1,0 +1,97 @@
+"""Groups of two levels, slices of batches, and what is refused before anything runs."""
+
+import pytest
+import torch
+
+from megatron.compat.training_utils import get_batch_on_this_cp_rank
+from megatron.core import parallel_state
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.context_parallel.attention import comm_type_of_layer
+from megatron.core.attention.dot_product_attention import make_core_attention
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import RankGrid
+
+
+def two_levels(rank, size):
+    groups = parallel_state.initialize_model_parallel(
+        context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2]
+    )
+    handles = parallel_state.get_hierarchical_context_parallel_groups()
+    sums = [torch.tensor([rank]) for _ in handles]
+    for value, handle in zip(sums, handles):
+        torch.distributed.all_reduce(value, group=handle)
+    return groups.cp_a2a.ranks, groups.cp_p2p.ranks, [value.item() for value in sums]
+
+
+def test_heads_are_exchanged_among_neighbours_and_rings_go_outside(gloo_pool):
+    found = gloo_pool.run(two_levels, 4)
+    assert [inner for inner, _, _ in found] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert [outer for _, outer, _ in found] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [sums for _, _, sums in found] == [[1, 2], [1, 4], [5, 2], [5, 4]]
+
+
+def test_levels_stay_inside_of_context_groups():
+    grid = RankGrid.from_world(16, tp=2, cp=4, cp_levels=(2, 2))
+    for outer in (grid.inner_context_rank_lists(), grid.outer_context_rank_lists()):
+        assert sorted(sum(outer, [])) == list(range(16)) and {len(ranks) for ranks in outer} == {2}
+        assert all(any(set(ranks) <= set(cp) for cp in grid.rank_lists("cp")) for ranks in outer)
+    assert grid.inner_context_rank_lists()[0] == [0, 2] and grid.outer_context_rank_lists()[0] == [0, 4]
+
+
+def sliced(rank, size):
+    parallel_state.initialize_model_parallel(context_parallel_size=size)
+    tokens = torch.arange(3 * 16).view(3, 16)
+    batch = {"tokens": tokens, "loss_mask": tokens / 48, "sample_index": torch.arange(3), "attention_mask": None,
+             "cu_seqlens": torch.tensor([0, 16, 32, 48])}  # fmt: skip
+    part = get_batch_on_this_cp_rank(batch)
+    with pytest.raises(ValueError, match="attention_mask: --context-parallel-size 2 takes no dense masks"):
+        get_batch_on_this_cp_rank({**batch, "attention_mask": torch.ones(3, 1, 16, 16)})
+    for name in ("sample_index", "cu_seqlens", "attention_mask"):
+        assert part[name] is batch[name]
+    return part["tokens"], part["loss_mask"]
+
+
+def test_batches_are_sliced_by_token_and_keep_what_is_per_sample(gloo_pool):
+    parts = gloo_pool.run(sliced, 2)
+    assert parts[0][0][0].tolist() == [0, 1, 2, 3, 12, 13, 14, 15]
+    assert torch.equal(zigzag.whole([tokens for tokens, _ in parts]), torch.arange(48).view(3, 16))
+    assert torch.equal(zigzag.whole([mask for _, mask in parts]), torch.arange(48).view(3, 16) / 48)
+
+
+def make_config(**overrides):
+    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "attention_dropout": 0.0}
+    return TransformerConfig(**{**sizes, **overrides})
+
+
+def refusals(rank, size):
+    groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
+    with pytest.raises(ValueError, match="num_query_groups 1: cp_comm_type a2a gives 2 ranks"):
+        one_group = make_config(context_parallel_size=2, num_query_groups=1, cp_comm_type=["a2a"])
+        make_core_attention(one_group, 1, groups=groups)
+    with pytest.raises(ValueError, match="hierarchical_context_parallel_sizes"):
+        make_core_attention(make_config(context_parallel_size=2, cp_comm_type=["a2a+p2p"]), 1, groups=groups)
+    with pytest.raises(ValueError, match="context_parallel_size 1: the process groups are of 2 ranks"):
+        make_core_attention(make_config(), 1, groups=groups)
+    core = make_core_attention(make_config(context_parallel_size=2), 1, groups=groups)
+    query = torch.zeros(4, 1, 4, 6)
+    with pytest.raises(ValueError, match="attention_mask"):
+        core(query, query, query, torch.zeros(4, 4, dtype=torch.bool))
+    dropping = make_core_attention(make_config(context_parallel_size=2, attention_dropout=0.1), 1, groups=groups)
+    with pytest.raises(ValueError, match="coordinates"):
+        dropping(query, query, query)
+
+
+def test_what_a_form_cannot_do_is_refused_at_construction(gloo_pool):
+    gloo_pool.run(refusals, 2)
+
+
+def test_sizes_of_two_levels_make_up_the_ranks():
+    with pytest.raises(ValueError, match="2 x 4 are not context-parallel size 4"):
+        RankGrid(cp=4, cp_levels=(2, 4))
+    with pytest.raises(ValueError, match="give an inner and an outer size"):
+        parallel_state.initialize_model_parallel(hierarchical_context_parallel_sizes=[4])
+
+
+def test_a_list_of_forms_counts_layers_of_the_whole_model():
+    assert [comm_type_of_layer(["a2a", "p2p"], layer) for layer in (1, 2)] == ["a2a", "p2p"]
+    assert comm_type_of_layer(["allgather"], 7) == comm_type_of_layer("allgather", 7) == "allgather"

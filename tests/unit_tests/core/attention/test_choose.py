@@ -1,0 +1,131 @@
+"""Which attention kernel is chosen, with which reason, and that the flash-attn package computes the same."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from megatron.core.attention import choose as attention_kernels
+from megatron.core.attention.choose import Request, choose_kernel
+from megatron.core.attention.dot_product_attention import FlashAttention, UnfusedAttention, make_core_attention
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.enums import AttnMaskType
+from tests.test_utils import fake_attention
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+def request(**changes):
+    return Request(**{"backend": "auto", "dtype": torch.bfloat16, "channels": 128, "capability": HOPPER, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes, kernel, reason",
+    [
+        ({}, "cudnn", "sm_90, bfloat16, head dim 128"),
+        ({"capability": BLACKWELL}, "cudnn", "sm_100"),
+        ({"capability": AMPERE}, "flash", "sm_80"),
+        ({"capability": (7, 5)}, "efficient", "sm_75"),
+        ({"channels": 192}, "flash", "multiples of 8 up to 128"),
+        ({"channels": 100}, "math", "multiples of 8 up to 128"),
+        ({"deterministic": True}, "flash", "does not repeat its bits"),
+        ({"window": (127, 0)}, "flash", "window 127,0"),
+        ({"window": (127, 0), "channels": 320}, "efficient", "no flash kernel takes such heads"),
+        ({"backend": "fused", "capability": AMPERE}, "cudnn", "sm_80"),
+        ({"backend": "flash"}, "flash", "sm_90"),
+        ({"backend": "flash", "flash_packages": (2,)}, "flash", "sm_90"),
+        ({"backend": "flash", "flash_packages": (2, 3)}, "flash-attn 3", "installed"),
+        ({"backend": "flash", "flash_packages": (3,), "capability": AMPERE}, "flash", "sm_80"),
+        ({"flash_packages": (2, 3)}, "cudnn", "sm_90"),
+        ({"flash_version": 2, "flash_packages": (2,)}, "flash-attn 2", "--flash-attention-version 2"),
+        ({"backend": "unfused"}, "unfused", "--attention-backend unfused"),
+        ({"backend": "fused", "dropout": 0.1}, "unfused", "depend on the layout"),
+        ({"dtype": torch.float32}, "efficient", "float32"),
+        ({"dtype": torch.float64}, "math", "float64"),
+        ({"capability": None, "backend": "fused"}, "torch", "no GPU"),
+    ],
+)
+def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason):
+    choice = choose_kernel(request(**changes))
+    assert choice.kernel == kernel and reason in str(choice)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"backend": "fused", "channels": 192}, "--attention-backend fused: cuDNN's backward.*head dim 192"),
+        ({"backend": "fused", "deterministic": True}, "does not repeat its bits"),
+        ({"backend": "flash", "channels": 100}, "--attention-backend flash.*multiples of 8"),
+        ({"backend": "flash", "dtype": torch.float32}, "--attention-backend flash takes bfloat16 or float16"),
+        ({"flash_version": 2}, "--flash-attention-version 2.*pip install flash-attn"),
+        ({"flash_version": 3, "flash_packages": (3,), "capability": AMPERE}, "for Hopper"),
+        ({"flash_version": 2, "flash_packages": (2,), "backend": "fused"}, "contradicts --attention-backend fused"),
+        ({"flash_version": 2, "flash_packages": (2,), "capability": None}, "on a GPU"),
+    ],
+)
+def test_what_was_asked_for_by_name_is_refused_where_it_cannot_serve(changes, message):
+    with pytest.raises(ValueError, match=message):
+        choose_kernel(request(**changes))
+
+
+@pytest.mark.parametrize(
+    "backend, lengths, mask, kernels",
+    [
+        ("auto", (512, 512), None, [SDPBackend.CUDNN_ATTENTION]),
+        ("auto", (192, 192), None, [SDPBackend.FLASH_ATTENTION]),
+        ("auto", (128, 192), None, [SDPBackend.FLASH_ATTENTION]),
+        ("auto", (512, 512), True, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+        ("fused", (512, 512), None, [SDPBackend.CUDNN_ATTENTION]),
+        ("fused", (512, 512), True, [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+        ("flash", (192, 192), None, [SDPBackend.FLASH_ATTENTION]),
+    ],
+)
+def test_cudnn_gets_only_what_it_computes_right(backend, lengths, mask, kernels, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    core = make_core_attention(
+        TransformerConfig(
+            num_layers=1, hidden_size=64, num_attention_heads=1, attention_dropout=0.0, params_dtype=torch.bfloat16,
+            attention_backend=backend,
+        ), 1,
+    )  # fmt: skip
+    assert core._kernels(*lengths, mask) == kernels
+    if backend == "fused":
+        with pytest.raises(ValueError, match="--attention-backend fused: 192 queries .* multiples of 128"):
+            core._kernels(192, 192, None)
+        with torch.no_grad():  # it is the backward pass that goes wrong
+            assert core._kernels(192, 192, None) == [SDPBackend.CUDNN_ATTENTION]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("mask_type", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("window", [None, (3, 1)])
+def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version, mask_type, window, monkeypatch):
+    calls = fake_attention.install(monkeypatch, version)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=24, num_attention_heads=4, num_query_groups=2, params_dtype=torch.bfloat16,
+        attention_dropout=0.0, window_size=window, flash_attention_version=version, attention_backend="flash",
+    )  # fmt: skip
+    hopper = request(backend="flash", flash_version=version, flash_packages=(version,), channels=8)
+    monkeypatch.setattr("megatron.core.attention.dot_product_attention.request_of", lambda *_: hopper)
+    core, reference = make_core_attention(config, 1, mask_type), UnfusedAttention(config, 1, mask_type)
+    assert isinstance(core, FlashAttention) and core.choice.kernel == f"flash-attn {version}"
+    query, key, value = (torch.randn(9, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    documents = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 9, 10, 18], dtype=torch.int32), max_seqlen_q=8)
+    for packed in (None, documents):
+        results = []
+        for each in (core, reference):
+            mixed = each(query, key, value, None, packed)
+            gradients = torch.autograd.grad((mixed * torch.arange(24)).sum(), (query, key, value))
+            results.append((mixed, *gradients))
+        for found, expected in zip(*results):
+            torch.testing.assert_close(found, expected)
+    assert calls == ["dense", "packed"]
+    with pytest.raises(ValueError, match="takes no dense masks"):
+        core(query, key, value, torch.zeros(9, 9, dtype=torch.bool))
+
+
+def test_a_missing_package_is_found_without_importing(monkeypatch):
+    assert 2 not in attention_kernels.installed_versions() or pytest.importorskip("flash_attn")
+    fake_attention.install(monkeypatch, 3)
+    assert 3 in attention_kernels.installed_versions()

@@ -1,0 +1,131 @@
+"""Parameters are slices of one global tensor, whatever the layout."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.sharding.placement import (
+    Chunk,
+    Normal,
+    Ones,
+    Shard,
+    XavierUniform,
+    initialize_parameters,
+    local_chunk,
+    local_view,
+    named_specs,
+    parameter,
+    unique_parameter_count,
+)
+
+
+def tensor_parallel(rank, size):
+    return ProcessGroups(tp=Group("tp", tuple(range(size)), rank))
+
+
+class Weights(nn.Module):
+    """Every kind of declaration."""
+
+    def __init__(self, groups=None, dtype=torch.float32):
+        super().__init__()
+        made = {"groups": groups, "dtype": dtype}
+        self.column = parameter((12, 10), init=Normal(0.02), tp=Shard(0), **made)
+        self.row = parameter((6, 24), init=Normal(0.5), tp=Shard(1), **made)
+        self.odd_row = parameter((5, 6), init=Normal(1.0), tp=Shard(1), **made)
+        self.gate_up = parameter((2, 8, 5), init=Normal(1.0), tp=Shard(1), ndim=2, **made)
+        self.xavier = parameter((4, 7, 3), init=XavierUniform(), tp=Shard(0), ndim=2, **made)
+        self.bias = parameter((2, 8), init=Ones(), tp=Shard(1), ndim=1, **made)
+        self.padded = parameter((9, 4), init=Normal(1.0), tp=Shard(0), stored=(16, 4), **made)
+        self.norm = parameter((7,), init=Ones(), partial=("tp",), **made)
+
+
+def build(size, rank, dtype=torch.float32):
+    groups = tensor_parallel(rank, size)
+    model = Weights(groups, dtype)
+    initialize_parameters(model, 1234, groups)
+    return model, groups
+
+
+def gathered(size, dtype=torch.float32):
+    """The global tensors, put together from every rank's chunks."""
+    whole = {}
+    for rank in range(size):
+        model, groups = build(size, rank, dtype)
+        for name, param, spec in named_specs(model):
+            target = whole.setdefault(name, torch.full(spec.shape, torch.nan, dtype=dtype))
+            offsets, lengths = local_chunk(spec, groups)
+            rectangle = tuple(slice(o, o + n) for o, n in zip(offsets, lengths))
+            target[rectangle] = local_view(param, spec, groups)
+    return whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [2, 4])
+def test_initial_weights_are_bit_identical_for_every_split(size, dtype):
+    if size == 4:
+        with pytest.raises(ValueError, match="not divisible by the tp size 4"):
+            Weights(tensor_parallel(0, 4))
+        return
+    one, many = gathered(1, dtype), gathered(size, dtype)
+    for name in one:
+        assert not many[name].isnan().any(), name
+        assert torch.equal(one[name], many[name]), name
+
+
+def test_stored_shapes_fold_leading_dims_and_padding_is_zero():
+    model, groups = build(2, 1)
+    assert model.gate_up.shape == (8, 5) and model.bias.shape == (8,) and model.xavier.shape == (14, 3)
+    assert model.padded.shape == (8, 4) and torch.count_nonzero(model.padded[1:]) == 0 and model.padded[0].all()
+    assert local_chunk(model.padded.spec, groups) == Chunk((8, 0), (1, 4))
+
+
+def test_a_shard_of_nothing_but_padding_is_an_empty_chunk():
+    groups = tensor_parallel(1, 2)
+    weight = parameter((5, 4), init=Normal(1.0), tp=Shard(0), stored=(16, 4), groups=groups)
+    assert local_chunk(weight.spec, groups) == Chunk((5, 0), (0, 4))
+
+
+def test_distributions_have_their_declared_width():
+    model = nn.Module()
+    model.normal = parameter((300, 200), init=Normal(0.02))
+    model.xavier = parameter((2, 150, 200), init=XavierUniform(), ndim=2)
+    initialize_parameters(model, 1)
+    assert model.normal.std().item() == pytest.approx(0.02, rel=0.02)
+    bound = (6 / (300 + 200)) ** 0.5
+    assert model.xavier.abs().max() <= bound and model.xavier.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+
+
+def test_seeds_and_names_give_different_values():
+    def values(seed, name):
+        model = nn.Module()
+        model.register_parameter(name, parameter((8,), init=Normal(1.0)))
+        initialize_parameters(model, seed)
+        return next(model.parameters()).detach()
+
+    drawn = [values(seed, name) for seed, name in itertools.product((1, 2), ("a", "b"))]
+    assert not any(torch.equal(x, y) for x, y in itertools.combinations(drawn, 2))
+
+
+def test_a_tied_copy_starts_equal_and_is_not_counted():
+    owner, copy = nn.Module(), nn.Module()
+    owner.word = parameter((6, 4), init=Normal(1.0))
+    copy.output = parameter((6, 4), init=Normal(1.0))
+    copy.output.spec = replace(copy.output.spec, tied_to="word")
+    initialize_parameters(owner, 1)
+    initialize_parameters(copy, 1)
+    assert torch.equal(owner.word, copy.output)
+    assert unique_parameter_count(owner) == 24 and unique_parameter_count(copy) == 0
+
+
+def test_counts_are_of_the_true_global_shapes():
+    assert unique_parameter_count(build(2, 0)[0]) == 120 + 144 + 30 + 80 + 84 + 16 + 36 + 7
+
+
+def test_a_parameter_without_declaration_is_named():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="weight"):
+        list(named_specs(model))

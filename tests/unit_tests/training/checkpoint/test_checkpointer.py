@@ -1,0 +1,255 @@
+"""Runs are restored exactly, on any number of ranks; what flags leave out, refuse or take from the checkpoint."""
+
+import dataclasses
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader
+from megatron.core.dist_checkpointing.manifest import FORMAT
+from megatron.training.checkpoint import settings as checkpoint_args
+from megatron.training.checkpoint.checkpointer import apply_checkpoint_args, load_checkpoint_args
+from megatron.training.checkpoint.files import saved_iterations
+from megatron.training.checkpoint.lock import SaveLock
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.train_state import TrainState
+from tests.test_utils.checkpointed_run import TRACKER, Run, settings
+
+
+def draws():
+    return random.random(), np.random.rand(), np.random.randn(), torch.rand(1).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_2n_steps_equal_n_and_resume_and_n(tmp_path, dtype):
+    cfg = settings(tmp_path, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    straight = Run(cfg, dtype=dtype).train(3)
+    np.random.randn()  # leaves a cached second value in the generator
+    assert straight.save()
+    expected_draws = draws()
+    straight.train(3)
+    resumed = Run(cfg, dtype=dtype)
+    state = resumed.load()
+    assert draws() == expected_draws
+    assert state == TrainState(iteration=3, consumed_train_samples=18)
+    assert resumed.train(3).bits() == straight.bits()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_2n_steps_equal_n_and_resume_and_n_on_a_gpu(tmp_path, dtype, monkeypatch):
+    monkeypatch.setattr(Run, "device", "cuda")
+    cfg = settings(tmp_path, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
+    straight = Run(cfg, dtype=dtype).train(3)
+    assert straight.save()
+    expected = torch.rand(1, device="cuda").item()
+    straight.train(3)
+    resumed = Run(cfg, dtype=dtype)
+    assert resumed.load().iteration == 3
+    assert torch.rand(1, device="cuda").item() == expected
+    assert resumed.train(3).bits() == straight.bits()
+
+
+def test_the_folder_looks_as_scripts_expect(tmp_path, caplog):
+    logger = logging.getLogger("megatron")
+    logger.propagate, before = True, logger.propagate
+    with caplog.at_level(logging.INFO, "megatron"):
+        run = Run(settings(tmp_path)).train(1)
+        run.save()
+        Run(settings(tmp_path)).load()
+    logger.propagate = before
+    assert (tmp_path / TRACKER).read_text() == "1"
+    assert {p.name for p in tmp_path.iterdir()} == {TRACKER, ".lock", "iter_0000001"}
+    assert f"saving checkpoint at iteration       1 to {tmp_path} in {FORMAT} format" in caplog.messages
+    assert "safetensors" in FORMAT
+    assert f"  successfully saved checkpoint from iteration       1 to {tmp_path} [ t 1/1, p 1/1 ]" in caplog.messages
+    assert f"  successfully loaded checkpoint from {tmp_path} [ t 1/1, p 1/1 ] at iteration 1" in caplog.messages
+
+
+def ranks_train(rank, world, folder, start, steps):
+    parallel_state.initialize_model_parallel()
+    run = Run(settings(folder), parallel_state.get_process_groups())
+    loaded = run.load()
+    assert (loaded is None) == (start == 0) and run.state.iteration == start
+    run.train(steps)
+    assert run.save()
+    run.checkpointer.close()
+    return run.bits()
+
+
+def test_any_number_of_ranks_continues(gloo_pool, tmp_path):
+    first = gloo_pool.run(ranks_train, 3, tmp_path, 0, 2)
+    assert first[0] == first[1] == first[2]
+    [single] = gloo_pool.run(ranks_train, 1, tmp_path, 2, 0)
+    assert single == first[0]
+    second = gloo_pool.run(ranks_train, 2, tmp_path, 2, 2)
+    files = {p.name for p in (tmp_path / "iter_0000004").glob("model*")}
+    assert files == {"model_00000.safetensors", "model_00001.safetensors"}, "the ranks share the writing"
+    [alone] = gloo_pool.run(ranks_train, 1, tmp_path, 4, 0)
+    assert alone == second[0]
+
+
+# ---- flags
+
+
+def test_nothing_to_load(tmp_path):
+    assert Run(settings(load=str(tmp_path / "none"))).load() is None
+    assert Run(settings()).load() is None
+    with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint"):
+        Run(settings(load=str(tmp_path), exit_on_missing_checkpoint=True)).load()
+    with pytest.raises(CheckpointError, match="--ckpt-step 7: .*iter_0000007: no checkpoint"):
+        Run(settings(tmp_path, ckpt_step=7)).load()
+
+
+def test_weights_only_starts_at_zero(two, snapshots):
+    for changes in ({"finetune": True}, {"load": None, "pretrained_checkpoint": str(two)}):
+        run = Run(settings(two, save=None, **changes), tokenizer="another")
+        assert run.load() == TrainState()
+        assert run.net.state_dict().keys() == Run(settings()).net.state_dict().keys()
+        assert run.bits()[0]["0.weight"] == snapshots[2][0]["0.weight"]
+        assert run.optimizer.step_count == 0
+        assert torch.equal(run.optimizer.main_params["0.weight"], run.net[0].weight.float())
+    (two / "iter_0000002").rename(two / "release")
+    (two / TRACKER).write_text("release")
+    run = Run(settings(two, save=None))
+    assert run.load() == TrainState() and run.bits()[0]["0.weight"] == snapshots[2][0]["0.weight"]
+
+
+def test_own_progress_comes_before_pretrained_weights(two, tmp_path):
+    other = tmp_path / "other"
+    Run(settings(other)).train(3).save()
+    assert Run(settings(two, load=str(other), save=None, pretrained_checkpoint=str(two))).load().iteration == 3
+
+
+def test_optimizer_and_random_state_can_be_left_out(tmp_path, snapshots):
+    cfg = settings(tmp_path, no_save_optim=True, no_save_rng=True)
+    run = Run(cfg).train(2)
+    run.save()
+    assert {n.split(".")[0] for n in CheckpointReader(tmp_path / "iter_0000002").names} == {"model"}
+    with pytest.raises(CheckpointError, match="--no-load-optim.*--no-load-rng"):
+        Run(settings(tmp_path)).load()
+    resumed = Run(settings(tmp_path, no_load_optim=True, no_load_rng=True))
+    assert resumed.load().iteration == 2 and resumed.optimizer.step_count == 0
+    assert resumed.bits()[0]["2.bias"] == snapshots[2][0]["2.bias"]
+    Run(settings(tmp_path)).train(3).save()
+    before = draws_after_seed()
+    partial = Run(settings(tmp_path, no_load_optim=True, no_load_rng=True))
+    torch.manual_seed(9)
+    assert partial.load().iteration == 3 and torch.rand(1).item() == before
+
+
+def draws_after_seed():
+    torch.manual_seed(9)
+    return torch.rand(1).item()
+
+
+def test_another_architecture_is_refused_with_every_mismatch(two):
+    with pytest.raises(CheckpointError) as caught:
+        Run(settings(two, num_layers=3, swiglu=True, hidden_dropout=0.5)).load()
+    assert "num_layers is 3, the checkpoint has 2" in str(caught.value)
+    assert "swiglu is True, the checkpoint has False" in str(caught.value)
+    assert "dropout" not in str(caught.value) and "--use-checkpoint-args" in str(caught.value)
+    with pytest.raises(CheckpointError, match="rotary_base is 500000"):
+        Run(settings(two, rotary_base=500000)).load()
+    Run(settings(two, rotary_base=500000, finetune=True)).load()
+    with pytest.raises(CheckpointError, match="hidden_size is 16"):
+        Run(settings(two, hidden_size=16, finetune=True)).load()
+
+
+def test_another_tokenizer_is_refused(two):
+    with pytest.raises(CheckpointError, match="another tokenizer"):
+        Run(settings(two), tokenizer="xyz").load()
+
+
+def test_a_changed_schedule_is_refused_or_overridden(two):
+    with pytest.raises(ValueError, match="max_lr: checkpoint 0.01, now 0.02"):
+        Run(settings(two, lr=0.02)).load()
+    run = Run(settings(two, lr=0.02, override_opt_param_scheduler=True))
+    run.load()
+    assert run.scheduler.plan.max_lr == 0.02
+
+
+def test_architecture_can_come_from_the_checkpoint(two):
+    assert load_checkpoint_args(two)["hidden_size"] == 8
+    given = {"num_layers": None, "hidden_size": None, "num_attention_heads": 4, "swiglu": True, "lr": 3.0}
+    taken = apply_checkpoint_args(settings(two, use_checkpoint_args=True, **given))
+    assert (taken.num_layers, taken.hidden_size, taken.swiglu) == (2, 8, False)
+    assert (taken.num_attention_heads, taken.lr) == (4, 3.0), "sizes that are given stay, training flags too"
+    unchanged = settings(two, **given)
+    assert apply_checkpoint_args(unchanged) is unchanged
+    for load, words in ((None, "--use-checkpoint-args"), (str(two / "none"), "holds no checkpoint.*check --load")):
+        with pytest.raises(CheckpointError, match=words):
+            apply_checkpoint_args(settings(use_checkpoint_args=True, load=load))
+
+
+def test_only_multiples_of_the_retain_interval_and_the_latest_stay(tmp_path):
+    run = Run(settings(tmp_path, save_retain_interval=2))
+    for _ in range(5):
+        run.train(1).save()
+    assert saved_iterations(tmp_path) == [5, 4, 2]
+    assert Run(settings(tmp_path)).load().iteration == 5
+
+
+def test_tokenizer_files_travel_along(tmp_path):
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_text('{"vocab": {}}')
+    run = Run(settings(tmp_path / "c", tokenizer_model=str(tokenizer))).train(1)
+    run.save()
+    assert (tmp_path / "c/iter_0000001/tokenizer/tokenizer.json").read_text() == '{"vocab": {}}'
+
+
+def test_no_checkpoint_code_can_unpickle():
+    root = Path(__file__).resolve().parents[3] / "megatron"
+    files = [*(root / "core/dist_checkpointing").glob("*.py"), *(root / "training").glob("checkpoint*.py")]
+    assert len(files) > 8
+    for path in files:
+        text = path.read_text()
+        assert "import pickle" not in text and "torch.load" not in text and "gather_object" not in text, path
+
+
+def test_a_save_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"--save .*file/run: cannot be written \(Not a directory\)"):
+        SaveLock(tmp_path / "file" / "run")
+
+
+def test_what_changes_the_data_or_the_numbers_is_warned_of_last(two, caplog):
+    changes = {"seed": 5, "seq_length": 8, "clip_grad": 0.5, "num_workers": 7}
+    with caplog.at_level(logging.INFO, "megatron"):
+        Run(settings(two, **changes)).load()
+    block = caplog.messages[-1]
+    for line in ("data: seed was 1234, is 5", "data: seq_length was 4, is 8", "numbers: clip_grad was 1.0, is 0.5"):
+        assert f"\n  {line}\n" in block
+    assert "num_workers" not in block and "****" in block and caplog.records[-1].levelno == logging.WARNING
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "megatron"):
+        Run(settings(two, num_workers=7)).load()
+        Run(settings(two, finetune=True, seed=5)).load()
+    assert not caplog.records
+
+
+def test_another_version_of_torch_is_warned_of(two, caplog, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    with caplog.at_level(logging.WARNING, "megatron"):
+        Run(settings(two)).load()
+    assert "software: torch was " in caplog.messages[-1] and "is 9.9.9" in caplog.messages[-1]
+
+
+def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
+    Run(settings(tmp_path, seed=42, explicit=frozenset({"seed", "lr"}))).train(1).save()
+    with pytest.raises(CheckpointError, match="--seed 42 is not given any more and would become 1234"):
+        Run(settings(tmp_path, explicit=frozenset({"lr"}))).load()
+    Run(settings(tmp_path, explicit=frozenset({"lr"}), finetune=True)).load()
+    Run(settings(tmp_path, seed=42)).load()
+    assert Run(settings(tmp_path, seed=7, explicit=frozenset({"seed"}))).load().iteration == 1, "given: it is meant"
+
+
+def test_what_is_compared_with_a_checkpoint_exists():
+    known = {field.name for field in dataclasses.fields(PretrainConfig)}
+    assert {*checkpoint_args.DATA_STREAM, *checkpoint_args.NUMBERS, *checkpoint_args.FORGOTTEN} <= known
+    assert set(checkpoint_args.TAKEN) <= known

@@ -1,0 +1,106 @@
+"""The same global batches for any number of ranks, micro-batch size and worker count."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.training.data.loader import (
+    PADDING,
+    EpochShuffle,
+    EvalSampler,
+    KeyedDataset,
+    Shard,
+    TrainSampler,
+    build_loader,
+    collate,
+    sequential,
+)
+
+
+class Numbers:
+    """Sample i holds the token i."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        tokens = np.full(4, index, dtype=np.int64)
+        return {"tokens": tokens, "loss_mask": np.ones(4, dtype=np.float32)}
+
+
+def global_batches(dp, micro_batch_size, sizes, consumed=0, total=1000, order=sequential):
+    """The stream as the union over ranks: one sorted list of positions per global batch."""
+    per_rank = []
+    for rank in range(dp):
+        sampler = TrainSampler(Shard(micro_batch_size, rank, dp), lambda n: sizes(n), order, consumed, total)
+        per_rank.append(iter(sampler))
+    batches, position = [], consumed
+    for _ in range(6):
+        count = sizes(position) // (micro_batch_size * dp)
+        keys = [key for stream in per_rank for batch in islice(stream, count) for key in batch]
+        batches.append(sorted(keys))
+        position += sizes(position)
+    return batches
+
+
+@pytest.mark.parametrize("dp, micro_batch_size", [(1, 1), (1, 8), (2, 2), (2, 4), (4, 2), (8, 1)])
+def test_global_batches_do_not_depend_on_the_layout(dp, micro_batch_size):
+    def sizes(consumed):
+        return 8 if consumed < 24 else 16
+
+    reference = global_batches(1, 1, sizes)
+    assert global_batches(dp, micro_batch_size, sizes) == reference
+    positions = [position for batch in reference for position, _ in batch]
+    assert positions == list(range(8 * 3 + 16 * 3))
+
+
+def test_a_resumed_stream_continues_where_it_stopped():
+    whole = global_batches(2, 2, lambda n: 8)
+    assert global_batches(2, 2, lambda n: 8, consumed=24)[:3] == whole[3:]
+
+
+def test_a_batch_that_does_not_divide_names_the_nearest_sizes():
+    with pytest.raises(ValueError, match="--global-batch-size 10.*nearest sizes are 8 and 12"):
+        next(Shard(2, 0, 2).slices(0, 10))
+
+
+def test_the_stream_ends_before_a_batch_that_the_data_cannot_fill():
+    sampler = TrainSampler(Shard(2, 0, 1), lambda n: 4, sequential, 0, total_samples=10)
+    assert [key for batch in sampler for key, _ in batch] == list(range(8))
+
+
+def test_cyclic_order_is_a_permutation_of_each_epoch_and_needs_no_history():
+    order = EpochShuffle(10, seed=3)
+    epochs = [[order(i) for i in range(start, start + 10)] for start in (0, 10)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10)) and epochs[0] != epochs[1]
+    assert [EpochShuffle(10, seed=3)(i) for i in range(10, 20)] == epochs[1]
+
+
+def test_evaluation_covers_every_sample_once_and_masks_the_ragged_tail():
+    keys = [key for rank in range(2) for batch in EvalSampler(Shard(2, rank, 2), 8, 13) for key in batch]
+    assert sorted(index for _, index in keys if index != PADDING) == list(range(13))
+    assert sum(index == PADDING for _, index in keys) == 3
+    padded = KeyedDataset(Numbers(13))[(15, PADDING)]
+    assert padded["loss_mask"].sum() == 0 and padded["sample_index"] == 15
+
+
+def test_boundaries_of_documents_are_laid_end_to_end():
+    samples = [
+        {"tokens": np.zeros(8), "cu_seqlens": np.array([0, 3, 8], np.int32), "sample_index": np.int64(0)},
+        {"tokens": np.zeros(8), "cu_seqlens": np.array([0, 8], np.int32), "sample_index": np.int64(1)},
+    ]
+    assert collate(samples)["cu_seqlens"].tolist() == [0, 3, 8, 16]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_workers_do_not_change_the_batches(num_workers):
+    sampler = TrainSampler(Shard(2, 1, 2), lambda n: 8, sequential, 8, 40)
+    loader = build_loader(Numbers(40), sampler, num_workers, pin_memory=False)
+    batches = list(loader)
+    assert [batch["sample_index"].tolist() for batch in batches[:3]] == [[10, 11], [14, 15], [18, 19]]
+    assert all(torch.equal(batch["tokens"][:, 0], batch["sample_index"]) for batch in batches)

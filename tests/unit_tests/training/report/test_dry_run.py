@@ -1,0 +1,198 @@
+"""``--dry-run`` tells sizes and schedule without torch, exactly where that is possible."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.config.cli import ConfigError
+from megatron.core.models.gpt_description import describe_run
+from megatron.core.pipeline_parallel.simulate import peak_activations
+from megatron.data.indexed_dataset import DType
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.training.arguments import core_transformer_config_from_args, flag_specs, parse_args, validate_args
+from megatron.training.report.dry_run import dry_run_report, preflight, vocab_size_of
+from megatron.training.report.pipeline import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = (
+    "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 48 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+)
+FOLDERS = ("save", "data_cache_path", "tensorboard_dir", "wandb_save_dir")
+
+
+def settings(text="", world_size=1):
+    return validate_args(parse_args((TINY + " " + text).split()), world_size)
+
+
+def test_gpt2_and_llama_have_their_known_sizes():
+    gpt2 = (
+        "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --max-position-embeddings 1024 "
+        "--vocab-size 50257 --make-vocab-size-divisible-by 1"
+    )
+    assert describe_run(settings(gpt2), 50257).num_parameters == 124_439_808
+    llama = (
+        "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+        "--ffn-hidden-size 14336 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope "
+        "--untie-embeddings-and-output-weights --vocab-size 128256"
+    )
+    assert describe_run(settings(llama), 128256).num_parameters == 8_030_261_248
+
+
+def test_report_names_layout_batches_and_schedule():
+    report = dry_run_report(settings("--global-batch-size 16 --rampup-batch-size 8 8 32 --bf16 --dry-run", 2))
+    for part in (
+        "2 = tensor 1 x pipeline 1 x context 1 x data 2",
+        "from sample 0              8 sequences = 2 x 2 ranks x 2 micro-batches, 256 tokens",
+        "from sample 32             16 sequences",
+        "100 (--vocab-size), padded to 128",
+        "GiB per rank",
+        "evaluation                 100 batches of 16, only after training",
+        "linear, 0 -> 0.001 -> 0",
+    ):
+        assert part in report, report
+
+
+def test_vocabulary_is_counted_from_files(tmp_path):
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps({"a": 0, "b": 1}))
+    cfg = dataclasses.replace(parse_args(TINY.split()), vocab_size=None, vocab_file=str(path))
+    assert vocab_size_of(cfg) == (2, str(path))
+    path = tmp_path / "vocab.txt"
+    path.write_text("a\nb\nc\n")
+    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=str(path)))[0] == 3
+    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=None))[0] is None
+    assert vocab_size_of(dataclasses.replace(cfg, vocab_file=None, tokenizer_type="ByteLevelTokenizer"))[0] == 257
+
+
+def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
+    cfg = settings("--skip-train --dry-run")
+    assert "nothing is trained" in dry_run_report(cfg)
+    model = tmp_path / "tokenizer.model"
+    cfg = dataclasses.replace(cfg, resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+                              tokenizer_model=str(model))  # fmt: skip
+    assert "without the embedding" in dry_run_report(cfg)
+
+
+@pytest.mark.parametrize(("text", "world_size"), [("", 4), ("--dry-run-world-size 64", 64)])
+def test_assumed_ranks_are_the_launchers_or_given(text, world_size):
+    assert settings("--dry-run " + text, 4).world_size == world_size
+
+
+def test_dry_run_needs_no_torch():
+    program = (
+        "import sys\n"
+        "from megatron.training.arguments import parse_args, validate_args\n"
+        "from megatron.training.report.dry_run import dry_run_report\n"
+        f"print(dry_run_report(validate_args(parse_args({TINY.split()!r} + ['--dry-run']), 1)))\n"
+        "assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0 and "parameters" in result.stdout, result.stderr
+
+
+def test_preflight_answers_a_dry_run_and_refuses_contradictions(capsys):
+    assert not preflight(parse_args(TINY.split()))
+    assert not preflight(parse_args(["--use-checkpoint-args", "--load", "x"]))
+    assert capsys.readouterr().out == ""
+    assert preflight(parse_args((TINY + " --dry-run").split()))
+    assert capsys.readouterr().out.startswith("layout")
+    with pytest.raises(ConfigError, match="--num-layers: is required"):
+        preflight(parse_args([]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "--squared-relu --qk-layernorm --tokenizer-type NullTokenizer",
+        "--add-qkv-bias --disable-bias-linear --untie-embeddings-and-output-weights --quick-geglu --kv-channels 8",
+        "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention --num-query-groups 2 "
+        "--qk-layernorm --position-embedding-type rope",
+    ],
+)
+def test_counted_parameters_are_those_of_the_model(text):
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.sharding.placement import unique_parameter_count
+
+    cfg = settings(text)
+    config = core_transformer_config_from_args(cfg)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_decoder_block_spec(config),
+        vocab_size=cfg.vocab_size,
+        max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=cfg.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+    )
+    described = describe_run(cfg, cfg.vocab_size)
+    stored = described.num_parameters + described.padding
+    assert sum(parameter.numel() for parameter in model.parameters()) == stored
+    assert unique_parameter_count(model) == described.num_parameters
+
+
+def test_report_says_parameters_as_the_self_check_counts_them_and_what_padding_adds():
+    report = dry_run_report(settings("--vocab-size 1001 --tensor-model-parallel-size 2 --dry-run", 2))
+    number = describe_run(settings("--vocab-size 1001", 1), 1001).num_parameters
+    assert f"{number:,}, of which" in report and f"{(1024 - 1001) * 64:,} more of padding" in report
+
+
+@pytest.mark.parametrize(("text", "order"), [("", "data, pipeline"), ("--use-tp-pp-dp-mapping", "pipeline, data")])
+def test_report_says_the_order_of_ranks(text, order):
+    assert f"tensor, context, expert, {order} (fastest first)" in dry_run_report(settings(text + " --dry-run"))
+
+
+def test_buffers_are_estimated_without_a_vocabulary(tmp_path):
+    text = (
+        "--dry-run --use-distributed-optimizer --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
+        "--num-layers 4 --num-layers-per-virtual-pipeline-stage 2"
+    )
+    cfg = dataclasses.replace(settings(text), resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+                              tokenizer_model=str(tmp_path / "tokenizer.model"))  # fmt: skip
+    assert "GiB per rank" in dry_run_report(cfg)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "--num-virtual-stages-per-pipeline-rank 2", "--pipeline-schedule zero-bubble",
+        "--num-virtual-stages-per-pipeline-rank 2 --microbatch-group-size-per-virtual-pipeline-stage 6",
+        "--pipeline-schedule zero-bubble-h2",
+    ],
+)  # fmt: skip
+def test_long_schedules_are_judged_by_their_beginning_middle_and_end(text):
+    """The peaks of all micro-batches, and their bubble."""
+    text = f"--pipeline-model-parallel-size 4 --num-layers 16 --global-batch-size 206 --dry-run {text}"
+    cfg = settings(text)
+    number, few = microbatches_of(cfg), enough_microbatches(cfg)
+    assert number == 103 and few < 60
+    assert peak_activations(schedule_of(cfg, few)) == peak_activations(schedule_of(cfg, number))
+    assert bubble_of(cfg, 100) == pytest.approx(timeline_of(cfg, number, 100).bubble, abs=2e-3)
+
+
+def test_a_global_batch_of_millions_is_not_simulated():
+    cfg = settings("--pipeline-model-parallel-size 2 --num-layers 4 --global-batch-size 4194304 --dry-run")
+    assert enough_microbatches(cfg) < 10 and "2097152 micro-batches" in dry_run_report(cfg)
+
+
+def test_a_dry_run_writes_nothing_at_all(tmp_path, monkeypatch, capsys):
+    """Not into the folders that flags name, which a run would make, nor beside the data."""
+    monkeypatch.chdir(tmp_path)
+    data = Path("text_document")
+    with IndexedDatasetBuilder(f"{data}.bin", dtype=DType.optimal_dtype(99)) as builder:
+        builder.add_document(np.arange(99), [99])
+        builder.finalize(f"{data}.idx")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    folders = [spec.names[0] for spec in flag_specs() if spec.field in FOLDERS]
+    assert len(folders) == len(FOLDERS)
+    flags = [*TINY.replace("--mock-data", f"--data-path {data}").split(), "--split", "8,1,1", "--dry-run"]
+    for flag in folders:
+        flags += [flag, f"new/{flag.strip('-')}"]
+    assert preflight(parse_args(flags)) and "nothing was started" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -1,0 +1,178 @@
+"""What a backend cannot do is refused with the reason; what a script asks for and is not installed is named."""
+
+import dataclasses
+
+import pytest
+
+from megatron.core.config.cli import ConfigError
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.resolve import needs_built_in_layers, resolve
+from megatron.training.notices import notices
+from megatron.training.rules import backends as rules_backends
+from megatron.training.rules.run_all import check
+from tests.test_utils import fake_apex
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
+)
+ENGINE = "--transformer-impl transformer_engine "
+
+
+def problems(text, world_size=1):
+    return [str(each) for each in check(resolve(parse_args((TINY + text).split()), world_size))]
+
+
+def bad_value(text):
+    with pytest.raises(ConfigError) as error:
+        parse_args((TINY + text).split())
+    return str(error.value)
+
+
+@pytest.fixture
+def everything_installed(monkeypatch):
+    monkeypatch.setattr(rules_backends, "is_installed", lambda module: True)
+    monkeypatch.setattr(rules_backends, "installed_versions", lambda: (2, 3))
+    monkeypatch.setattr(rules_backends, "what_is_missing", lambda part: None)
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
+
+
+BUILT_IN = [
+    ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --micro-batch-size 2", 2),
+    ("--fp32-residual-connection", 1),
+    ("--use-torch-fsdp2 --ckpt-format torch_dist", 2),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --global-batch-size 8", 2),
+    ("--pipeline-model-parallel-size 2 --delay-wgrad-compute --global-batch-size 8", 2),
+    ("--tensor-model-parallel-size 2 --group-query-attention --num-query-groups 1", 2),
+    ("--recompute-activations --recompute-modules layernorm", 1),
+]
+
+
+@pytest.mark.parametrize(("text", "world_size"), BUILT_IN)
+def test_built_in_layers_do_what_transformer_engine_cannot(text, world_size):
+    """The package need not be there then; one notice says what takes its place, and why."""
+    assert problems(f"{ENGINE} {text}", world_size) == []
+    given = parse_args((TINY + ENGINE + text).split())
+    resolved = validate_args(given, world_size)
+    assert resolved.transformer_impl == "local"
+    flag = next(word for word in text.split() if word in " ".join(needs_built_in_layers(resolved)))
+    (sentence,) = [each for each in notices(given, resolved) if "take its place" in each]
+    assert sentence.startswith("--transformer-impl transformer_engine: built-in layers") and flag in sentence
+
+
+def test_attention_with_dropout_is_built_in(everything_installed):
+    given = parse_args((TINY + ENGINE).split())
+    resolved = validate_args(given, 1)
+    assert resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout == 0.1
+    assert [each for each in notices(given, resolved) if each.startswith("--attention-dropout 0.1: attention is built")]
+
+
+def test_flash_attention_of_a_version_is_not_for_transformer_engine(everything_installed):
+    (found,) = problems(f"{ENGINE} --attention-dropout 0 --flash-attention-version 2 --bf16")
+    assert found.startswith("--flash-attention-version 2: is not for --transformer-impl")
+
+
+def test_settings_that_transformer_engine_can_do_pass(everything_installed):
+    assert problems(f"{ENGINE} --attention-dropout 0 --bf16 --swiglu --window-size 7,0") == []
+    assert problems(f"{ENGINE} --attention-dropout 0.1 --attention-backend local") == []
+
+
+def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(rules_backends, "is_installed", lambda module: False)
+    (found,) = problems(f"{ENGINE} --attention-dropout 0")
+    assert found.startswith("--transformer-impl transformer_engine: needs a package") and "pip install" in found
+    assert problems(f"{ENGINE} --attention-dropout 0 --dry-run") == []
+    monkeypatch.setattr(rules_backends, "installed_versions", lambda: ())
+    (found,) = problems("--flash-attention-version 2 --bf16 --attention-dropout 0")
+    assert "pip install flash-attn" in found
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--tensor-model-parallel-size 2", "has sums over other ranks inside"),
+        ("--pipeline-model-parallel-size 2 --global-batch-size 8", "waits for other stages"),
+        ("--reset-attention-mask", "is cut by the documents' boundaries"),
+        ("--recompute-activations", "asks for the random state"),
+        ("--overlap-grad-reduce", "starts sums of gradients"),
+        (f"{ENGINE} --attention-dropout 0", "was not seen recorded"),
+        ("--apex-parts norm adam", "was not seen recorded with --apex-parts"),
+    ],
+)
+def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_installed):
+    assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
+    found = problems(f"--cuda-graph-impl local {text}", 2)
+    assert len(found) == 1 and problem in found[0], found
+
+
+def test_a_cuda_graph_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
+    assert "records what NVIDIA GPUs do" in problems("--cuda-graph-impl local")[0]
+    assert "this kind of CUDA graph" in problems("--cuda-graph-impl full_iteration")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--attention-backend fused", "contradicts --attention-backend fused"),
+        ("--attention-dropout 0.1", "excludes --attention-dropout 0.1"),
+        ("--context-parallel-size 2", "is not for ranks that share a sequence"),
+    ],
+)
+def test_flash_attention_version_excludes(text, problem, everything_installed):
+    found = problems(f"--flash-attention-version 3 --bf16 --attention-dropout 0 {text}", 2)
+    assert len(found) == 1 and problem in found[0], found
+    assert problems("--flash-attention-version 3 --attention-dropout 0")[0].endswith("--bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("--bf16 --attention-dropout 0", True), ("--bf16 --attention-dropout 0.1", False),
+        ("--attention-dropout 0", False),
+        ("--fp16 --attention-dropout 0 --seq-length 128 --max-position-embeddings 128", False),
+    ],
+)  # fmt: skip
+def test_cudnn_by_name_needs_lengths_that_it_takes(text, refused, everything_installed):
+    found = problems(f"--attention-backend fused {text}")
+    assert len(found) == refused and all("takes multiples of 128 tokens, not --seq-length 32" in each for each in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "problem"),
+    [
+        ("wgrad --no-gradient-accumulation-fusion", 1, "--apex-parts wgrad: wgrad adds into the main gradient, which"),
+        ("wgrad --use-torch-fsdp2 --ckpt-format torch_dist", 2, "wgrad adds into the main gradient, which weights do"),
+        (f"norm {ENGINE} --attention-dropout 0", 1, "norm is for built-in layers, not for --transformer-impl"),
+        ("adam --optimizer sgd", 1, "adam is not what --optimizer sgd asks for"),
+    ],
+)
+def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, everything_installed):
+    found = problems(f"--apex-parts {text}", world_size)
+    assert len(found) == 1 and problem in found[0], found
+
+
+def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
+    assert problems("--apex-parts wgrad norm adam --bf16") == []
+    assert problems("--apex-parts adam --no-gradient-accumulation-fusion") == []
+    assert problems("--apex-parts wgrad --optimizer sgd") == []
+    found = problems("--apex-parts wgrad adam --optimizer sgd --no-gradient-accumulation-fusion")
+    assert [each.split(": ")[0] for each in found] == ["--apex-parts wgrad adam"] * 2
+    settings = dataclasses.replace(parse_args((TINY + "--apex-parts adam").split()), fp64=True)
+    (found,) = rules_backends.apex_parts_have_their_place(settings)
+    assert "not for float64" in str(found)
+
+
+def test_a_missing_apex_is_one_error_that_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
+    (found,) = problems("--apex-parts wgrad norm")
+    assert found.startswith("--apex-parts wgrad norm: needs NVIDIA apex, which is not installed; APEX_CPP_EXT=1 ")
+    assert "APEX_CUDA_EXT=1 pip install" in found and found.endswith("or leave it out")
+    fake_apex.install(monkeypatch, without=("amp_C",))
+    assert problems("--apex-parts wgrad norm") == []
+    (found,) = problems("--apex-parts wgrad adam")
+    assert found.startswith("--apex-parts wgrad adam: adam needs amp_C, without which the installed apex was built; ")
+    monkeypatch.setattr(rules_backends, "gpu_present", lambda: False)
+    assert "computes on NVIDIA GPUs only" in problems("--apex-parts wgrad")[0]
+    assert problems("--apex-parts wgrad norm adam --dry-run") == []
+    assert "must be one of wgrad, norm, adam" in bad_value("--apex-parts all")

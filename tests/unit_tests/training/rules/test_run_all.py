@@ -1,0 +1,320 @@
+"""Every contradiction is named with its flag, its value, the reason and a way out; consistent settings pass."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.config.cli import ConfigError, flags_of
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.config.data import parse_split
+from megatron.training.config.pretrain_config import GROUPS
+from megatron.training.config.resolve import resolve
+from megatron.training.notices import notices
+from megatron.training.rules import checkpoints as rules_checkpoints
+from megatron.training.rules import data as rules_data
+from megatron.training.rules import layout as rules_layout
+from megatron.training.rules import model as rules_model
+from megatron.training.rules import training as rules_training
+from megatron.training.rules.run_all import check
+
+MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32"
+BATCH = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
+SAMPLES = "--micro-batch-size 2 --lr 1e-3 --train-samples 100"
+DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 100"
+TINY = f"{MODEL} {BATCH} {DATA}"
+
+
+def problems(text, world_size=1, base=TINY, **options):
+    try:
+        return [str(each) for each in check(resolve(parse_args((base + " " + text).split(), **options), world_size))]
+    except ConfigError as error:  # values that no other setting could make sensible are found in reading
+        return [str(each) for each in error.problems]
+
+
+FINE = [
+    "",
+    "--bf16 --swiglu --normalization RMSNorm --position-embedding-type rope --no-position-embedding",
+    "--disable-bias-linear --add-qkv-bias --quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1",
+    "--fp16 --loss-scale 128 --global-batch-size 16 --clip-grad 0",
+    "--group-query-attention --num-query-groups 2 --qk-layernorm --untie-embeddings-and-output-weights",
+    "--num-query-groups 4",
+    "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --grad-reduce-in-bf16 --exp-avg-dtype bf16"
+    " --exp-avg-sq-dtype bf16 --adam-beta2 0.95",
+    "--position-embedding-type yarn --yarn-original-max-position-embeddings 16 --rotary-scaling-factor 2",
+    "--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32 --rotary-percent 0.5",
+    "--window-size 7,0 --window-attn-skip-freq 2",
+    "--lr-decay-style WSD --lr-wsd-decay-iters 3 --lr-warmup-iters 2",
+    "--lr-decay-style cosine --lr-warmup-fraction 0.1 --min-lr 1e-4",
+    "--weight-decay-incr-style cosine --start-weight-decay 0.01 --end-weight-decay 0.1",
+    "--global-batch-size 8 --rampup-batch-size 2 2 40",
+    "--step-batch-size-schedule 0:2,64:4",
+    "--save x --save-interval 5 --save-retain-interval 10 --load x --log-progress --no-save-optim --no-load-rng",
+    "--eval-interval 5 --eval-iters 2 --full-validation --no-masked-softmax-fusion --no-rope-fusion --spec local",
+    "--tensorboard-dir x --log-params-norm --log-throughput --profile --use-pytorch-profiler --optimizer sgd",
+    "--calculate-per-token-loss --no-gradient-accumulation-fusion --no-persist-layer-norm --attention-backend unfused",
+    "--ckpt-format torch_dist --ckpt-fully-parallel-load --auto-detect-ckpt-format --rerun-mode disabled",
+    "--distributed-backend gloo --distributed-timeout-minutes 5 --manual-gc --manual-gc-interval 10 --exit-interval 5",
+]
+
+
+@pytest.mark.parametrize("text", FINE)
+def test_consistent_settings_pass(text):
+    assert problems(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        # model
+        ("--num-layers 0", "--num-layers 0: must be at least 1"),
+        # formats of optimizer state
+        ("--exp-avg-dtype bf16", "--exp-avg-dtype bf16: counts only with --use-precision-aware-optimizer"),
+        ("--use-precision-aware-optimizer --exp-avg-dtype fp8", "--exp-avg-dtype fp8: is not available: moments are"),
+        ("--use-precision-aware-optimizer --exp-avg-sq-dtype bf16", "--exp-avg-sq-dtype bf16: has 8 bits"),
+        ("--use-precision-aware-optimizer --main-params-dtype fp16", "--main-params-dtype fp16: is not available"),
+        ("--use-precision-aware-optimizer --main-grads-dtype bf16", "--main-grads-dtype bf16: gradients are read in"),
+        ("--use-precision-aware-optimizer --optimizer sgd", "--use-precision-aware-optimizer: is about Adam"),
+        ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
+        ("--num-query-groups 2", "--num-query-groups 2: counts only with --group-query-attention; add that flag"),
+        ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: does not divide"),
+        ("--seq-length 64", "--max-position-embeddings 32: is smaller than --seq-length 64; give at least 64"),
+        ("--no-position-embedding", "--no-position-embedding: contradicts learned positions"),
+        ("--use-rope-scaling", "--use-rope-scaling: needs rotary positions; --position-embedding-type rope"),
+        ("--position-embedding-type rope --rotary-percent 0", "--rotary-percent 0: must be more than 0"),
+        ("--position-embedding-type rope --rotary-percent 0.2", "--rotary-percent 0.2: rotates 3 of 16 channels"),
+        ("--position-embedding-type yarn", "--yarn-original-max-position-embeddings: is required"),
+        ("--swiglu --squared-relu", "--squared-relu: contradicts --swiglu; choose one activation"),
+        ("--activation-func-clamp-value 7", "--activation-func-clamp-value 7.0: needs a gated activation"),
+        ("--window-attn-skip-freq 2", "--window-attn-skip-freq 2: counts only with --window-size"),
+        ("--window-size 7,0 --window-attn-skip-freq [1,0,1]", "--window-attn-skip-freq 1 0 1: has 3 entries for 2"),
+        ("--hidden-dropout 1", "--hidden-dropout 1: must be at least 0 and less than 1"),
+        ("--qk-layernorm --qk-l2-norm", "--qk-l2-norm: contradicts --qk-layernorm"),
+        ("--fp16 --bf16", "--fp16: contradicts --bf16; choose one of the two"),
+        ("--loss-scale 8", "--loss-scale 8.0: counts only with --fp16"),
+        ("--grad-reduce-in-bf16", "--grad-reduce-in-bf16: needs --bf16"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "--grad-reduce-in-bf16: contradicts"),
+        # batches and duration
+        ("--global-batch-size 3", "--global-batch-size 3: 3 is not a multiple of micro batch size 2 x"),
+        ("--global-batch-size 8 --rampup-batch-size 2 4 40", "--rampup-batch-size 2 4 40: the way from 2"),
+        ("--global-batch-size 8 --rampup-batch-size 2 1 40", "--rampup-batch-size 2 1 40: 3 is not a multiple"),
+        ("--global-batch-size 8 --step-batch-size-schedule 0:8", "--step-batch-size-schedule 0:8: contradicts"),
+        ("--step-batch-size-schedule 5:8", "--step-batch-size-schedule 5:8: the first threshold is 5, it must be 0"),
+        ("--step-batch-size-schedule 0:3", "--step-batch-size-schedule 0:3: 3 is not a multiple"),
+        ("--eval-global-batch-size 3", "--eval-global-batch-size 3: 3 is not a multiple"),
+        ("--train-samples 10", "--train-samples 10: contradicts --train-iters; give one of the two"),
+        ("--train-iters 0", "--train-iters 0: must be at least 1"),
+        ("--lr-warmup-samples 4", "--lr-warmup-samples 4: does not go with --train-iters; use --lr-warmup-iters"),
+        ("--lr-decay-samples 4", "--lr-decay-samples 4: does not go with --train-iters; use --lr-decay-iters"),
+        # schedule and optimizer
+        ("--lr 0", "--lr 0: must be positive"),
+        ("--min-lr 1", "--min-lr 1.0: must be between 0 and --lr 0.001"),
+        ("--lr-warmup-init 1", "--lr-warmup-init 1.0: must be between 0 and --lr 0.001"),
+        ("--lr-warmup-iters 10", "--lr-warmup-iters 10: must be less than the decay length of 10 iters"),
+        ("--lr-warmup-iters 1 --lr-warmup-fraction 0.1", "--lr-warmup-iters 1: contradicts --lr-warmup-fraction"),
+        ("--lr-decay-style WSD", "--lr-wsd-decay-iters: is required by --lr-decay-style WSD"),
+        ("--lr-decay-style WSD --lr-wsd-decay-iters 11", "--lr-wsd-decay-iters 11: must be between 1 and"),
+        ("--weight-decay-incr-style linear", "--start-weight-decay: is required by --weight-decay-incr-style linear"),
+        ("--end-weight-decay 0.5", "--end-weight-decay 0.5: contradicts a constant --weight-decay 0.01"),
+        ("--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler", "--override-opt_param-scheduler: "),
+        ("--adam-beta2 1", "--adam-beta2 1: must be at least 0 and less than 1"),
+        ("--iterations-to-skip 0 3", "--iterations-to-skip 0 3: must be at least 1"),
+        # checkpoints, evaluation, logs
+        ("--save x --save-interval 5 --save-retain-interval 12", "--save-retain-interval 12: is not a multiple"),
+        ("--ckpt-step 5", "--ckpt-step 5: needs --load DIRECTORY"),
+        ("--save x --max-failed-saves 0", "--max-failed-saves 0: must be at least 1"),
+        ("--start-over", "--start-over: needs --save DIRECTORY"),
+        ("--save x --load x --start-over", "--start-over: contradicts --load x, which continues from there"),
+        ("--finetune", "--finetune: needs --load DIRECTORY or --pretrained-checkpoint DIRECTORY"),
+        ("--multiple-validation-sets", "--multiple-validation-sets: needs --full-validation"),
+        ("--validation-set-names a", "--validation-set-names a: counts only with --multiple-validation-sets"),
+        ("--log-interval 0", "--log-interval 0: must be at least 1"),
+        ("--wandb-project p", "--wandb-exp-name: is required with --wandb-project"),
+        ("--profile --profile-step-start 5 --profile-step-end 5", "--profile-step-end 5: must be larger"),
+        ("--profile --profile-ranks 3", "--profile-ranks 3: there are 1 ranks, counted from 0"),
+        # data
+        ("--data-path x", "--mock-data: contradicts --data-path; give one source of data"),
+        ("--encoder-seq-length 16", "--encoder-seq-length 16: contradicts --seq-length 32"),
+        ("--eval-iters 99999999999", "--eval-iters 99999999999: takes 199,999,999,998 samples, whose order"),
+        ("--train-iters 99999999999", "--train-iters 99999999999: takes 199,999,999,998 samples"),
+        ("--num-workers -1", "--num-workers -1: must be at least 0"),
+        ("--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: there is no such file"),
+        (f"--load {__file__}/x", f"--load {__file__}/x: cannot be opened (Not a directory)"),
+        ("--tokenizer-type GPT2BPETokenizer", "--vocab-file: is required by --tokenizer-type GPT2BPETokenizer"),
+        ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model: is required by --tokenizer-type HuggingFace"),
+    ],
+)  # fmt: skip
+def test_contradiction_is_named(text, problem):
+    found = problems(text)
+    assert any(each.startswith(problem) for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("base", "flags"),
+    [
+        ("", {"--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--seq-length",
+              "--micro-batch-size", "--train-iters", "--lr", "--data-path", "--tokenizer-type"}),
+        (f"{MODEL} {DATA} --skip-train", {"--micro-batch-size"}),
+        (f"{MODEL} {BATCH} --mock-data --tokenizer-type NullTokenizer", {"--vocab-size"}),
+    ],
+)  # fmt: skip
+def test_everything_that_is_required_is_named_at_once(base, flags):
+    assert {each.split(":")[0] for each in problems("", base=base)} == flags
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--split 0,1,1 --data-path x", "--split 0,1,1: leaves no training data"),
+        ("--split 1,0,0 --data-path x --eval-interval 5", "--split 1,0,0: leaves no validation data; --eval-iters 0"),
+        ("--split a --data-path x", "--split a: must be up to three numbers"),
+        ("--split 1,1,1 --train-data-path x", "--split 1,1,1: contradicts --train-data-path"),
+        ("--valid-data-path x", "--train-data-path: is required with --valid-data-path"),
+        ("--train-data-path x --eval-interval 5", "--valid-data-path: is required for evaluation"),
+        ("--train-data-path x --data-path y", "--train-data-path x: contradicts --data-path"),
+    ],
+)
+def test_data_contradiction_is_named(text, problem):
+    found = problems(text, base=f"{MODEL} {BATCH} --tokenizer-type ByteLevelTokenizer")
+    assert len(found) == 1 and found[0].startswith(problem), found
+
+
+def test_split_tolerates_quotes_and_fills_up():
+    assert parse_split("'949, 50,1'") == [949, 50, 1] and parse_split("1") == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--lr-warmup-iters 4", "--lr-warmup-iters 4: does not go with --train-samples; use --lr-warmup-samples"),
+        ("--lr-decay-style WSD", "--lr-wsd-decay-samples: is required"),
+        ("--lr-warmup-samples 100", "--lr-warmup-samples 100: must be less than the decay length of 100 samples"),
+        ("--global-batch-size 200", "--train-samples 100: is less than one global batch of 200"),
+    ],
+)
+def test_contradiction_of_a_run_by_samples_is_named(text, problem):
+    found = problems(text, base=f"{MODEL} {SAMPLES} {DATA}")
+    assert len(found) == 1 and found[0].startswith(problem), found
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "problem"),
+    [
+        ("--tensor-model-parallel-size 3", 3, "--num-attention-heads 4: is not a multiple"),
+        ("--tensor-model-parallel-size 2", 3, "world size 3: TP 2 x PP 1 x CP 1 = 2 ranks"),
+        ("--tensor-model-parallel-size 3", 3, "--ffn-hidden-size"),
+        ("--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 3 --num-attention-heads 12", 4,
+         "--num-query-groups 3: neither divides nor is divided by --tensor-model-parallel-size 4; nearest: 4, or a"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31", 2, "--seq-length 31: is not a multiple"),
+        ("--tp-comm-overlap --tensor-model-parallel-size 2", 2, "--tp-comm-overlap: needs --sequence-parallel"),
+        ("--context-parallel-size 3", 3, "--seq-length 32: is not a multiple of 2 x --context-parallel-size 3"),
+        ("--pipeline-model-parallel-size 3", 3, "--num-layers 2: 2 layers cannot fill 3 pipeline stages"),
+        ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2: needs --num-experts"),
+        ("--num-experts 3 --expert-model-parallel-size 2", 2, "--num-experts 3: is not a multiple of"),
+        ("--overlap-param-gather", 1, "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad"),
+        ("--recompute-granularity full", 1, "--recompute-method: is required by --recompute-granularity full"),
+        ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
+        ("--recompute-activations --recompute-modules mlp moe", 1, "--recompute-modules mlp moe: moe not available"),
+        ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --recompute-granularity selective"
+         " --recompute-modules layernorm", 2, "--tp-comm-overlap: excludes --recompute-modules layernorm"),
+        ("--distribute-saved-activations", 1, "--distribute-saved-activations: counts only with --recompute-gran"),
+        ("--multi-latent-attention --group-query-attention", 1, "--group-query-attention: contradicts --multi-latent"),
+    ],
+)  # fmt: skip
+def test_layout_contradiction_is_named(text, world_size, problem):
+    found = problems(text, world_size)
+    assert any(each.startswith(problem) for each in found), found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--fp8-format hybrid", "--num-experts 4", "--transformer-impl inference_optimized", "--async-save",
+        "--ckpt-format torch",
+        "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
+        "--use-megatron-fsdp",
+        "--inference-max-requests 3", "--multi-latent-attention", "--optimizer-cpu-offload", "--spec a b",
+        "--dist-ckpt-strictness log_all", "--rerun-mode report_stats",
+    ],
+)  # fmt: skip
+def test_unavailable_capability_is_refused(text):
+    found = [each for each in problems(text, 2) if "not available yet" in each]
+    assert found and all("; leave it out" in each for each in found)
+
+
+def test_flags_of_data_are_not_asked_of_scripts_with_data_of_their_own():
+    assert problems("", base=f"{MODEL} {BATCH}", needs_data=False) == []
+
+
+def test_nearest_sizes_count_the_data_parallel_ranks():
+    assert problems("--global-batch-size 20", 4)[0].endswith("nearest valid sizes: 16 and 24")
+    assert problems("--global-batch-size 1")[0].endswith("= 2; smallest valid size: 2")
+
+
+def test_sequence_parallel_counts_for_nothing_on_one_tensor_parallel_rank():
+    assert problems("--sequence-parallel --tp-comm-overlap") == []
+
+
+def test_lowered_batches_need_not_divide():
+    assert problems("--global-batch-size 3 --decrease-batch-size-if-needed") == []
+
+
+def test_rules_have_names_and_run_once():
+    rules = [*rules_model.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_data.RULES]
+    assert len({rule.__name__ for rule in rules}) == len(rules) > 40
+
+
+def test_an_empty_path_is_refused():
+    """What `--save "$OUT"` is where OUT is not set."""
+    paths = {spec.field: spec for spec in flags_of(*GROUPS) if spec.field in rules_checkpoints.PATHS}
+    assert paths.keys() == set(rules_checkpoints.PATHS)
+    for field, spec in paths.items():
+        for value in ("", "  "):
+            given = ["a", value] if spec.nargs else value
+            cfg = SimpleNamespace(**{**dict.fromkeys(rules_checkpoints.PATHS), field: given})
+            [found] = rules_checkpoints.paths_are_not_empty(cfg)
+            assert found.flag == spec.names[0] and "is a variable unset?" in str(found)
+
+
+def test_every_flag_that_names_a_place_is_checked_for_emptiness():
+    suffixes = ("_path", "_dir", "_file", "_cfg", "_checkpoint", "_config_path")
+    text = {spec.field for spec in flags_of(*GROUPS) if spec.type_name == "str" and not spec.choices}
+    assert {name for name in text if name.endswith(suffixes)} <= set(rules_checkpoints.PATHS)
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        ("--save-interval 5", "--save-interval 5: no effect without --save DIRECTORY; nothing is saved"),
+        ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32: no effect without"),
+        ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
+    ],
+)
+def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
+    given = parse_args(f"{TINY} {text}".split())
+    resolved = validate_args(given, 1)
+    assert resolved.save_interval is None and resolved.recompute_num_layers is None
+    assert len([each for each in notices(given, resolved) if each.startswith(notice)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--lora-rank", "--lora-rank: is a flag of fine-tuning programs; all weights are trained"),
+        ("--gradient_accumulation_steps", "is a flag of Hugging Face's Trainer; --global-batch-size"),
+        ("--nproc-per-node", "is a flag of torchrun; give it before the script"),
+    ],
+)  # fmt: skip
+def test_a_flag_of_another_program_is_answered_as_such(flag, answer):
+    (found,) = problems(f"{flag} 8")
+    assert answer in found and "did you mean" not in found
+
+
+def test_integrity_is_always_verified():
+    assert problems("--verify-integrity") == []
+
+
+def test_an_absent_wandb_is_found_before_anything_is_built(monkeypatch):
+    monkeypatch.setattr("megatron.training.rules.training.is_installed", lambda name: name != "wandb")
+    found = problems("--wandb-project p --wandb-exp-name n --wandb-save-dir d")
+    assert len(found) == 1 and found[0].startswith("--wandb-project p: needs the package wandb; pip install")
