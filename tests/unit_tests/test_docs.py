@@ -114,7 +114,7 @@ def test_files_exist(page, files):
 
 
 def test_a_missing_file_is_found(files):
-    text = "`core/cli.py` `cli.py` `fusions/{adam,nothing}.py` `tests/no.py` `fusions/rms_*.py`"
+    text = "`config/cli.py` `cli.py` `fusions/{adam,nothing}.py` `tests/no.py` `fusions/rms_*.py`"
     assert set(missing(text, files)) == {"fusions/{adam,nothing}.py", "tests/no.py"}
 
 
