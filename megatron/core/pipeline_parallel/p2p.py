@@ -72,11 +72,12 @@ class _GroupWire:
 
     def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
         buffer, group = self._message.empty(), self._group(lane)
+        # gloo matches by tag; NCCL ignores tags and matches in the order of posting, hence the order of numbers
         work = dist.irecv(buffer, group.ranks[lane.source], group=group.handle, tag=number)
         assert work is not None
 
         def wait() -> Tensor:
-            work.wait()
+            work.wait()  # on CUDA the current stream waits, not the host
             return buffer
 
         return wait
@@ -85,6 +86,7 @@ class _GroupWire:
         group = self._group(lane)
         work = dist.isend(tensor, group.ranks[lane.target], group=group.handle, tag=number)
         assert work is not None
+        # the tensor must outlive its send: the allocator would give its memory away while it is still read
         self._sending.append((tensor, work))
         while self._sending and self._sending[0][1].is_completed():
             self._sending.popleft()
@@ -106,6 +108,7 @@ class _MailboxWire:
         self._unread.setdefault(lane, deque()).append(number)
 
         def wait() -> Tensor:
+            # a mailbox hands messages out in the order of sending: take out those before the one that is asked for
             while (lane, number) not in self._read:
                 received = self._message.empty()
                 self._mailbox.receive(lane.source, received)
@@ -146,6 +149,7 @@ class Messages:
         if place is None or place.rank == self.rank or place in self._posted:
             return
         lane, expected = self._inbound[place.rank], self._expected[place.rank]
+        # what the sender sends before has to be posted before: else this receive gets an earlier message
         while place not in self._posted:
             sent = expected.popleft()
             self._posted[Place(place.rank, sent)] = self._wire.start_receive(lane, lane.number[sent])
@@ -166,6 +170,7 @@ class Messages:
         if place is None:
             return
         if place.rank == self.rank:
+            # detached, as if it had travelled: the next chunk's backward ends here and sends its gradient on
             self._at_home[Place(self.rank, action)] = tensor.detach()
             return
         if tensor.shape != self.message.shape or tensor.dtype != self.message.dtype:

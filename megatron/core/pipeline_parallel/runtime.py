@@ -83,6 +83,7 @@ class PipelineRun:
     def _run(self) -> None:
         step = {"F": self._forward, "B": self._backward, "W": self._weight_gradients}
         for index, action in enumerate(self.actions):
+            # before computing: over NCCL a message moves once its receive is posted, so it moves beside this action
             for soon in self.actions[index : index + 1 + self.lookahead]:
                 self.messages.post(soon)
             step[action.kind](action)
@@ -93,7 +94,7 @@ class PipelineRun:
         train = self.schedule.has_backward
         received = self.messages.receive(action)
         if received is not None and train:
-            received.requires_grad_()
+            received.requires_grad_()  # a leaf: its .grad is what backward sends to the stage before
         set_input_tensor(chunk, received)
         root: Any
         with torch.set_grad_enabled(train):
@@ -102,8 +103,9 @@ class PipelineRun:
                 root = self._loss(output, loss_func)
             else:
                 self.messages.send(action, output)
+                # the edge holds the graph but not the output's memory, which is free once it has been sent
                 root = get_gradient_edge(output) if output.requires_grad else None
-        set_input_tensor(chunk, None)
+        set_input_tensor(chunk, None)  # else the model keeps the input alive until its next forward pass
         if train:
             self._passed[action.chunk, action.microbatch] = _Passed(received, root)
 
@@ -126,10 +128,10 @@ class PipelineRun:
                 torch.autograd.backward([passed.root], [gradient])
         if passed.received is not None:
             received_gradient = passed.received.grad
-            if received_gradient is None:
+            if received_gradient is None:  # nothing needs it, but the stage before waits for a message
                 received_gradient = torch.zeros_like(passed.received)
             self.messages.send(action, received_gradient)
-        passed.received = passed.root = None
+        passed.received = passed.root = None  # where W is still to come, only what it needs stays alive
         if self.schedule.splits_backward:
             passed.weight_gradients = self._stores[action.chunk].take()
 
@@ -141,6 +143,7 @@ class PipelineRun:
     def _gradients_follow(self, action: Action) -> AbstractContextManager:
         """Data-parallel sums may start with the gradients of the chunk's last micro-batch only."""
         chunk = self.work.chunks[action.chunk]
+        # a bucket that is reduced early would miss the gradients of later micro-batches
         return nullcontext() if action in self._final else getattr(chunk, "no_sync", nullcontext)()
 
 
