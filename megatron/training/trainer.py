@@ -57,7 +57,7 @@ class Trainer:
         """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
-        self.lap()
+        self.restart_timer()
         while reason is None:
             metrics = self.train_step()
             if is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
@@ -89,7 +89,7 @@ class Trainer:
         if self.cfg.weight_decay_incr_style != "constant":
             metrics.weight_decay = self.parts.scheduler.get_wd()
         self._count(size, metrics)
-        metrics.elapsed = self.lap()
+        metrics.elapsed = self.restart_timer()
         return metrics
 
     def read_checks(self) -> None:
@@ -97,7 +97,7 @@ class Trainer:
         if self.finite is not None:
             self.finite.read()
 
-    def lap(self) -> float:
+    def restart_timer(self) -> float:
         """Seconds since the last call: an iteration's time, if evaluation and saving end with a call too."""
         before, self.last_mark = self.last_mark, time.perf_counter()
         return self.last_mark - before
@@ -195,7 +195,7 @@ class Trainer:
             self.last_validation = self.state.iteration, results
         for hook in self.parts.hooks:
             hook.on_evaluate(self.state, results)
-        self.lap()
+        self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
         """Those of --eval-interval at the last iteration serve as the final ones: same weights, same samples."""
@@ -216,7 +216,7 @@ class Trainer:
         if self.parts.checkpointer.save(self.state):
             for hook in self.parts.hooks:
                 hook.on_saved(self.state)
-        self.lap()
+        self.restart_timer()
 
     def unsaved(self) -> ExitReason | None:
         """The reason to stop where checkpoints cannot be written."""

@@ -19,7 +19,7 @@ SETTINGS = ("cga_cluster_size", "max_ctas", "min_ctas", "split_share", "blocking
 
 DEFAULTS: dict[str, dict[str, Any]] = {"pp_up": {"max_ctas": 4}, "pp_down": {"max_ctas": 4}}
 """Messages between pipeline stages wait on the GPU for each other, for most of a micro-batch's time. What they occupy
-while waiting is lost to the products beside them, and a few thread blocks carry them fast enough."""
+while waiting is lost to the GEMMs beside them, and a few thread blocks carry them fast enough."""
 
 
 def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, Any]]:

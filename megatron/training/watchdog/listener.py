@@ -1,6 +1,6 @@
 """The thread for what cannot wait for the monitor's next round, or cannot be seen by it.
 
-A launcher ends the other ranks by SIGTERM as soon as one is gone: they shall say why before they follow. A neighbour's
+A launcher ends the other ranks by SIGTERM as soon as one is gone: they shall say why before they follow. A local rank's
 death is worth a round at once: NCCL would otherwise be first to notice, and would abort the process with its own words.
 And a round never ends while the host of the store is out of reach, because a request to it is never answered.
 """
@@ -73,7 +73,7 @@ class Listener(threading.Thread):
 
     def run(self) -> None:
         poll = select.poll()
-        for descriptor in (self._reader, *self.monitor.neighbours.descriptors):
+        for descriptor in (self._reader, *self.monitor.local_ranks.descriptors):
             poll.register(descriptor, select.POLLIN)
         while not self.monitor.stopped:
             hurry = self._terminated is not None
@@ -90,11 +90,11 @@ class Listener(threading.Thread):
 
     def _look_at_the_monitor(self) -> None:
         now = time.monotonic()
-        if now - self._looked > self.monitor.limits.heart / 2 and self.monitor.round_began is not None:
+        if now - self._looked > self.monitor.limits.heartbeat / 2 and self.monitor.round_began is not None:
             self.monitor.round_began = now  # this process itself stood still, in the middle of a round
         self._looked = now
         blocked = self.monitor.blocked
-        if blocked > self.monitor.limits.heart and not self.monitor.finishing and not self.monitor.ending:
+        if blocked > self.monitor.limits.heartbeat and not self.monitor.finishing and not self.monitor.ending:
             self.monitor.end(self.monitor.store_is_silent(f"no answer for {blocked:.0f} s"))
 
     def _terminate(self, seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""The thread that publishes this rank's heartbeat, reads the board, judges the others and ends the process.
+"""The thread that publishes this rank's heartbeat, reads the failure store, judges the others and ends the process.
 
 A thread cannot watch a process whose interpreter is locked or which is stopped: then the heartbeat ends, the others
-declare the failure, and a neighbour kills it. Where there is no neighbour, C code that the thread sets up in every
+declare the failure, and another rank of its host kills it. Where there is none, C code that the thread sets up in every
 round ends a locked process.
 """
 
@@ -21,9 +21,9 @@ from pathlib import Path
 
 from megatron.training.exits.endings import tell_launcher
 from megatron.training.start.rendezvous import Arrival
-from megatron.training.watchdog.board import Answer, Board, Failure, Report
-from megatron.training.watchdog.neighbours import Neighbours
-from megatron.training.watchdog.progress import STARTING, Beat, Progress
+from megatron.training.watchdog.failure_store import Answer, Failure, FailureStore, Report
+from megatron.training.watchdog.local_ranks import LocalRanks
+from megatron.training.watchdog.progress import STARTING, Heartbeat, Progress
 from megatron.training.watchdog.stacks import (
     has_timed_out,
     is_debugged,
@@ -36,15 +36,15 @@ from megatron.training.watchdog.stacks import (
 logger = logging.getLogger(__name__)
 
 EXIT_CODE = 1
-UNHEARD = Beat(0, 0, 0, STARTING, silence=0.0, allowed=float("inf"))
+UNHEARD = Heartbeat(0, 0, 0, STARTING, silence=0.0, allowed=float("inf"))
 """The state of a rank that has not sent a heartbeat yet: it is as dead as any other if none comes."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds, all from --watchdog-timeout-seconds: a rank whose heart stops is gone everywhere within that time."""
+    """Seconds, all from --watchdog-timeout-seconds: a rank without a heartbeat is gone everywhere by then."""
 
-    heart: float
+    heartbeat: float
     """Without a heartbeat, or without an answer of the store."""
     interval: float
     """Between rounds."""
@@ -53,7 +53,7 @@ class Limits:
 
     @classmethod
     def of(cls, timeout: float) -> Limits:
-        return cls(heart=timeout * 2 / 3, interval=min(max(timeout / 20, 0.1), 3.0), grace=min(timeout / 20, 2.0))
+        return cls(heartbeat=timeout * 2 / 3, interval=min(max(timeout / 20, 0.1), 3.0), grace=min(timeout / 20, 2.0))
 
     @property
     def spreading(self) -> float:
@@ -65,18 +65,18 @@ class Monitor(threading.Thread):
     """Rounds until the run ends or fails."""
 
     def __init__(
-        self, board: Board, arrivals: Sequence[Arrival], progress: Progress, limits: Limits, *,
-        neighbours: Neighbours, agent_holds_store: bool, folder: Path | None,
+        self, store: FailureStore, arrivals: Sequence[Arrival], progress: Progress, limits: Limits, *,
+        local_ranks: LocalRanks, agent_holds_store: bool, folder: Path | None,
     ) -> None:  # fmt: skip
         super().__init__(name="watchdog", daemon=True)
-        self.board, self.rank, self.arrivals = board, board.rank, arrivals
+        self.store, self.rank, self.arrivals = store, store.rank, arrivals
         self.progress, self.limits = progress, limits
-        self.neighbours = neighbours
+        self.local_ranks = local_ranks
         self.agent_holds_store = agent_holds_store
-        self.stacks_path = None if folder is None else folder / f"rank-{board.rank}.txt"
+        self.stacks_path = None if folder is None else folder / f"rank-{store.rank}.txt"
         self.main_thread = threading.main_thread().ident
-        self._guards_itself = len(arrivals) > 1 and not neighbours.processes
-        """No neighbour can end this process where its interpreter is locked. (Of a run of one process the timer
+        self._guards_itself = len(arrivals) > 1 and not local_ranks.processes
+        """No rank of this host can end this process where its interpreter is locked. (Of a run of one process the timer
         could not tell Ctrl-Z.)"""
         self.wake = threading.Event()
         """Set to have a round now."""
@@ -102,7 +102,7 @@ class Monitor(threading.Thread):
         """Nothing that happens to other ranks from now on is a failure."""
         self.finishing = True
         with contextlib.suppress(RuntimeError, OSError):
-            self.board.finish()
+            self.store.finish()
 
     def stop(self) -> None:
         """Ends the thread; called by the main thread."""
@@ -116,7 +116,7 @@ class Monitor(threading.Thread):
         last = time.monotonic()
         while not self.stopped:
             self.round_began = now = time.monotonic()
-            if now - last > self.limits.heart / 2:  # this process itself stood still: judge nobody by old news
+            if now - last > self.limits.heartbeat / 2:  # this process itself stood still: judge nobody by old news
                 self._heard.clear()
                 self.progress.forgive(now - last)
             last = now
@@ -138,71 +138,73 @@ class Monitor(threading.Thread):
 
     def _round(self) -> None:
         self.rounds += 1
-        self.board.publish(self.progress.beat(self.rounds))
+        self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the others' judgement, so that they name this rank and its reason
-            leave_if_locked(self.limits.heart + self.limits.spreading)
-        failure = self.board.failure()
+            leave_if_locked(self.limits.heartbeat + self.limits.spreading)
+        failure = self.store.failure()
         if failure is not None:
             self.told = True
-            self.board.acknowledge()
+            self.store.acknowledge()
             self.end(failure)
-        elif self.board.inquired():
-            self.board.answer(self._answer())
+        elif self.store.inquired():
+            self.store.answer(self._answer())
         if failure is None and not self.finishing and (found := self._judge_everybody()) is not None:
-            self.board.declare(found)
+            self.store.declare(found)
             self.wake.set()
 
     # ---- judging
 
     def _judge_everybody(self) -> Failure | None:
-        """Neighbours by their processes, and over hosts rank 0 everybody, everybody rank 0."""
-        for rank in self.neighbours.dead():
-            if not self.board.finished(rank):
-                return self._death(rank, self.board.beat(rank))
+        """LocalRanks by their processes, and over hosts rank 0 everybody, everybody rank 0."""
+        for rank in self.local_ranks.dead():
+            if not self.store.finished(rank):
+                return self._death(rank, self.store.heartbeat(rank))
         for rank in range(1, len(self.arrivals)) if self.rank == 0 else [0]:
             if (found := self._judge(rank)) is not None:
                 return found
-        one = self.progress.beat()
+        one = self.progress.heartbeat()
         if self.rank > 0 or one.silence <= one.allowed or is_debugged(self.main_thread):
             return None
         return self._find_culprit()
 
-    def _death(self, rank: int, beat: Beat | None) -> Failure:
-        words = "" if beat is None else f", {beat.where}"
+    def _death(self, rank: int, heartbeat: Heartbeat | None) -> Failure:
+        words = "" if heartbeat is None else f", {heartbeat.where}"
         return Failure(rank, f"its process {self.arrivals[rank].pid} died{words}")
 
     def _judge(self, rank: int) -> Failure | None:
-        """A failure if ``rank``'s heart has stopped or its main thread is stuck."""
-        beat = self.board.beat(rank) or UNHEARD
-        if self.board.finished(rank):
+        """A failure if ``rank``'s heartbeat has stopped or its main thread is stuck."""
+        heartbeat = self.store.heartbeat(rank) or UNHEARD
+        if self.store.finished(rank):
             return None
         now = time.monotonic()
-        count, since = self._heard.setdefault(rank, (beat.count, now))
-        if beat.count != count:
-            self._heard[rank] = (beat.count, now)
-        elif now - since > self.limits.heart:
+        count, since = self._heard.setdefault(rank, (heartbeat.count, now))
+        if heartbeat.count != count:
+            self._heard[rank] = (heartbeat.count, now)
+        elif now - since > self.limits.heartbeat:
             place = self.arrivals[rank]
-            reason = f"{beat.where}: process {place.pid} on {place.host} is stopped, locked or out of reach"
+            reason = f"{heartbeat.where}: process {place.pid} on {place.host} is stopped, locked or out of reach"
             return Failure(rank, f"{reason}: no sign of life for {now - since:.0f} s")
-        return self._find_culprit() if beat.silence > beat.allowed else None
+        return self._find_culprit() if heartbeat.silence > heartbeat.allowed else None
 
     def _find_culprit(self) -> Failure:
         """A rank makes no progress: the one that got least far, and of these one that does not wait in a collective."""
-        self.board.inquire()
-        self.board.answer(self._answer())
+        self.store.inquire()
+        self.store.answer(self._answer())
         limit = time.monotonic() + self.limits.spreading
-        while time.monotonic() < limit and not self.board.all_answered():
+        while time.monotonic() < limit and not self.store.all_answered():
             time.sleep(0.05)
-        beats, answers = dict.fromkeys(self.board.ranks, UNHEARD) | self.board.beats(), self.board.answers()
+        heartbeats = dict.fromkeys(self.store.ranks, UNHEARD) | self.store.heartbeats()
+        answers = self.store.answers()
 
         def order(rank: int) -> tuple[bool, int, bool, bool, int, float]:
-            beat, waits = beats[rank], rank in answers and answers[rank].waits
-            return rank in answers, beat.iteration, not beat.waits_for_data, waits, beat.ticks, -beat.silence
+            last, waits = heartbeats[rank], rank in answers and answers[rank].waits
+            return rank in answers, last.iteration, not last.waits_for_data, waits, last.ticks, -last.silence
 
-        rank = min(beats, key=order)
+        rank = min(heartbeats, key=order)
         silent = "" if rank in answers else "; it answers nothing"
         stack = answers[rank].stack if rank in answers else ""
-        return Failure(rank, f"{beats[rank].where}: no progress for {beats[rank].silence:.0f} s{silent}", stack)
+        last = heartbeats[rank]
+        return Failure(rank, f"{last.where}: no progress for {last.silence:.0f} s{silent}", stack)
 
     def _answer(self) -> Answer:
         if self.own_error:  # the main thread has left the collective that failed
@@ -222,27 +224,27 @@ class Monitor(threading.Thread):
         self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
-            dies_meanwhile = 0.0 if has_timed_out(own.what) else self.limits.heart
-            self._wait(dies_meanwhile + self.limits.spreading, lambda: self.board.failure() is not None)
+            dies_meanwhile = 0.0 if has_timed_out(own.what) else self.limits.heartbeat
+            self._wait(dies_meanwhile + self.limits.spreading, lambda: self.store.failure() is not None)
         with contextlib.suppress(RuntimeError, OSError):
-            if self.board.failure() is None:
+            if self.store.failure() is None:
                 found = self._find_culprit() if consequence else self._first_of_all(own)
                 if found.together or found.rank == self.rank:
                     speak(found)
-                self.board.declare(found)
+                self.store.declare(found)
             self.wake.set()
-            first = self.board.failure()
+            first = self.store.failure()
             if first is not None and not first.together and first.rank != self.rank:
-                self._wait(self.limits.heart, lambda: False)
-        self._wait(self.limits.spreading, self.board.others_know)
+                self._wait(self.limits.heartbeat, lambda: False)
+        self._wait(self.limits.spreading, self.store.others_know)
 
     def _first_of_all(self, own: Report) -> Failure:
         """Which of the errors that ranks raise at about the same time is the cause. Who is quickest says nothing: the
         same error of all ranks is nobody's, and one that points to another rank waits for that rank's."""
-        self.board.report(own)
-        patience = self.limits.heart if own.elsewhere else self.limits.grace
-        self._wait(patience, lambda: self.board.failure() is not None or self.board.all_reported())
-        reports = self.board.reports()
+        self.store.report(own)
+        patience = self.limits.heartbeat if own.elsewhere else self.limits.grace
+        self._wait(patience, lambda: self.store.failure() is not None or self.store.all_reported())
+        reports = self.store.reports()
         if len(reports) == len(self.arrivals) and len({each.what for each in reports.values()}) == 1:
             return dataclasses.replace(own.failure, reason=own.what, together=True)
         return min(reports.values(), key=lambda each: (each.elsewhere, each.failure.rank)).failure
@@ -260,11 +262,11 @@ class Monitor(threading.Thread):
 
     def store_is_silent(self, reason: str) -> Failure:
         """Without the store nobody can be heard: its holder is gone, and with it the run."""
-        for rank in self.neighbours.dead():
+        for rank in self.local_ranks.dead():
             return self._death(rank, None)
         if self.agent_holds_store:
             return Failure(None, f"the launcher holds it and is gone or out of reach ({reason})")
-        if 0 in self.neighbours:  # not gone: it would stay where it is, with its memory and the lock of --save
+        if 0 in self.local_ranks:  # not gone: it would stay where it is, with its memory and the lock of --save
             return Failure(0, f"its process holds the run's store and is stopped or locked ({reason})")
         return Failure(None, f"rank 0 on {self.arrivals[0].host} holds it and is gone or out of reach ({reason})")
 
@@ -272,8 +274,8 @@ class Monitor(threading.Thread):
         if self.told and self.own_error:  # the holder raised the same error and left first: no further failure
             self.leaving = True
             return
-        holder_died = bool(self.neighbours.dead())
-        if not self.finishing and (holder_died or seconds > max(self.limits.grace, self.limits.heart / 3)):
+        holder_died = bool(self.local_ranks.dead())
+        if not self.finishing and (holder_died or seconds > max(self.limits.grace, self.limits.heartbeat / 3)):
             self.end(self.store_is_silent(str(error).splitlines()[0]))
 
     def end(self, failure: Failure) -> None:
@@ -287,11 +289,11 @@ class Monitor(threading.Thread):
             tell_launcher(str(failure))
             if not failure.for_user:
                 write_stacks(self._report(failure), self.stacks_path)
-            elif failure.rank not in self.neighbours and self.neighbours.is_first:
+            elif failure.rank not in self.local_ranks and self.local_ranks.is_first:
                 write_line(f"watchdog: {failure}")  # the rank that failed has said it on its own host
-            if failure.rank in self.neighbours:
+            if failure.rank in self.local_ranks:
                 assert failure.rank is not None
-                self.neighbours.end(failure.rank, self.limits.spreading)
+                self.local_ranks.end(failure.rank, self.limits.spreading)
             for child in multiprocessing.active_children():  # of a data loader, which may hang itself
                 child.kill()
             os._exit(EXIT_CODE)
@@ -299,8 +301,8 @@ class Monitor(threading.Thread):
     def _report(self, failure: Failure) -> str:
         own = failure.rank == self.rank
         head = f"watchdog: {failure}\n"
-        if failure.detail and (own or self.neighbours.is_first):
+        if failure.detail and (own or self.local_ranks.is_first):
             head += failure.detail.rstrip() + "\n"
         if self.own_error and not own:
             head += f"watchdog: rank {self.rank} noticed it by this error:\n{self.own_error.rstrip()}\n"
-        return head + f"watchdog: rank {self.rank} stops at {self.progress.beat().where}; its Python stacks:\n"
+        return head + f"watchdog: rank {self.rank} stops at {self.progress.heartbeat().where}; its Python stacks:\n"

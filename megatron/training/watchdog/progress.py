@@ -30,7 +30,7 @@ SHARE_OF_COLLECTIVE_TIMEOUT = 0.9
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A rank's progress at one moment, as it publishes it."""
 
     count: int
@@ -83,9 +83,9 @@ class Progress:
         """The whole process stood still that long: no fault of the main thread's."""
         self.last += seconds
 
-    def beat(self, count: int = 0) -> Beat:
+    def heartbeat(self, count: int = 0) -> Heartbeat:
         """This moment."""
-        return Beat(count, self.iteration, self.ticks, self.phase, time.monotonic() - self.last, self.allowed)
+        return Heartbeat(count, self.iteration, self.ticks, self.phase, time.monotonic() - self.last, self.allowed)
 
 
 class ProgressHook(Hook):

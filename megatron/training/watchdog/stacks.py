@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training.watchdog.board import Answer
+from megatron.training.watchdog.failure_store import Answer
 
 COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 GPU_WAITS = (".wait(", "synchronize(", ".item(", ".tolist(", ".cpu(")

@@ -15,10 +15,10 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.endings import message_of, say, tell_launcher
 from megatron.training.initialize import world_size_from_environment
 from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
-from megatron.training.watchdog.board import Board, Failure, Report
+from megatron.training.watchdog.failure_store import Failure, FailureStore, Report
 from megatron.training.watchdog.listener import Listener
+from megatron.training.watchdog.local_ranks import LocalRanks, Presence, find_local_ranks
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.neighbours import Neighbours, Presence, find_neighbours
 from megatron.training.watchdog.progress import Progress, ProgressHook, mark_task
 from megatron.training.watchdog.stacks import is_consequence, write_line, write_stacks
 
@@ -46,13 +46,13 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self.alone:
-            board = Board(dist.HashStore(), 0, 1)
-            self._start(board, [Arrival.of_this_process(1)], Neighbours({}, 0), agent_holds_store=False)
+            store = FailureStore(dist.HashStore(), 0, 1)
+            self._start(store, [Arrival.of_this_process(1)], LocalRanks({}, 0), agent_holds_store=False)
         elif self.place is not None:
             own, arrivals = self._meet(self.place)
-            neighbours = find_neighbours(arrivals, self.place)
-            board = Board(own, self.place.rank, len(arrivals))
-            self._start(board, arrivals, neighbours, agent_holds_store=self.place.agent_holds_store)
+            local_ranks = find_local_ranks(arrivals, self.place)
+            store = FailureStore(own, self.place.rank, len(arrivals))
+            self._start(store, arrivals, local_ranks, agent_holds_store=self.place.agent_holds_store)
         return self
 
     def _meet(self, place: Place) -> tuple[dist.Store, list[Arrival]]:
@@ -67,9 +67,11 @@ class Watchdog:
             self._write_why(str(error))
             raise
 
-    def _start(self, board: Board, arrivals: list[Arrival], neighbours: Neighbours, *, agent_holds_store: bool) -> None:
+    def _start(
+        self, store: FailureStore, arrivals: list[Arrival], local_ranks: LocalRanks, *, agent_holds_store: bool
+    ) -> None:
         self._monitor = Monitor(
-            board, arrivals, self.progress, Limits.of(self.timeout), neighbours=neighbours,
+            store, arrivals, self.progress, Limits.of(self.timeout), local_ranks=local_ranks,
             agent_holds_store=agent_holds_store, folder=self.folder,
         )  # fmt: skip
         self._listener = Listener(self._monitor)
@@ -96,7 +98,7 @@ class Watchdog:
             return
         for_user, what = isinstance(error, UserError), message_of(error)
         trace = "".join(traceback.format_exception(error))
-        failure = Failure(self._monitor.rank, f"{self.progress.beat().where}: {what}", trace, for_user)
+        failure = Failure(self._monitor.rank, f"{self.progress.heartbeat().where}: {what}", trace, for_user)
         own = Report(what, failure, isinstance(error, UserError) and error.elsewhere)
         signal.alarm(LEAVE_SECONDS + round(self.timeout))  # in case the store does not answer
         self._monitor.main_thread_raised(
@@ -107,7 +109,7 @@ class Watchdog:
     def _speak(self, error: BaseException, failure: Failure) -> None:
         """This rank's error ends the run. Of an error that all ranks raise, one rank of each host speaks."""
         assert self._monitor is not None
-        speaks = self._monitor.neighbours.is_first or not failure.together
+        speaks = self._monitor.local_ranks.is_first or not failure.together
         tell_launcher(message_of(error), None if failure.for_user else error)
         if isinstance(error, UserError):
             error.reported = True
@@ -132,7 +134,7 @@ class Watchdog:
             self.failed(error)
         self._monitor.stop()
         self._listener.stop()
-        self._monitor.neighbours.close()
+        self._monitor.local_ranks.close()
         if self._presence is not None:
             self._presence.close()
 

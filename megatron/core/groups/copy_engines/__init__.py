@@ -1,6 +1,6 @@
 """Messages between the GPUs of one host that cost no SM: copy engines carry them, streams wait in memory.
 
-NCCL's kernels wait and copy on SMs. Beside them products and attention run on fewer, and a product whose
+NCCL's kernels wait and copy on SMs. Beside them GEMMs and attention run on fewer, and a GEMM whose
 blocks just fill the GPU takes twice as long as soon as one SM is gone. Here every rank maps memory of its
 peers (``window.py``), copies are plain memory copies, and a stream waits for a word in memory to reach a number
 (``stream_queue.py``), which the GPU's front end does by itself.

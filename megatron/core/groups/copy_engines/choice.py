@@ -33,6 +33,7 @@ def engines_of(name: str, handle: Any, ranks: Sequence[int], rank: int) -> CopyE
         return None
     open_window = partial(SymmetricWindow, handle)
     reason = "CUDA_DEVICE_MAX_CONNECTIONS is 1" if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" else ""
+    # every rank takes part in every vote: one that returned early would leave the others in a collective
     works = _all_agree(handle, not reason)
     if works and not _on_one_host(handle):
         works, reason = False, "its ranks are on several hosts"

@@ -49,6 +49,7 @@ class _Slots:
 
     def begin(self, num_bytes: int) -> _Slot:
         """The next transfer, of up to ``num_bytes`` in the memory of each rank."""
+        # all ranks see the same sizes in the same order, so they open a larger window together; its words begin at 0
         if num_bytes > self._slot_bytes:
             self._windows.append(self._open(SLOTS * num_bytes, 2 * self._size))
             self._slot_bytes, self._number = num_bytes, 0
@@ -72,7 +73,7 @@ class _Slot:
         return self.window.memory()[self._start : self._start + num_bytes].view(dtype).view(tuple(shape))
 
     def wait_until_free(self, queue: Queue, peers: Sequence[int]) -> None:
-        if self._number > SLOTS:
+        if self._number > SLOTS:  # the first transfers find slots that nobody has used
             words = [self.window.word(self._rank, self._size + peer) for peer in peers]
             queue.wait(words, self._number - SLOTS)
 
@@ -112,17 +113,18 @@ class CopyEngines:
         whole = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
         num_bytes, source, target = x.nbytes, x.data_ptr(), whole.data_ptr()
         slot = self._gathers.begin(num_bytes)
-        # a copy within the GPU takes SMs: on a stream of its own it would wait for a product to end
+        # a copy within the GPU takes SMs: on a stream of its own it would wait for a GEMM to end
         here = slot.window.here()
         slot.wait_until_free(here, self._others)
         here.copy(slot.address(self.rank), source, num_bytes)
         here.copy(target + self.rank * num_bytes, source, num_bytes)
+        # behind both copies, as ``beside`` waits for ``here``: a peer that sees the word reads a complete part
         queue = slot.window.beside()
         slot.announce(queue, self._others)
         for peer in self._others:
             slot.wait_for_arrival(queue, [peer])
             queue.copy(target + peer * num_bytes, slot.address(peer), num_bytes)
-            slot.set_free(queue, [peer])
+            slot.set_free(queue, [peer])  # ordered behind the copy: the peer may overwrite its part from here on
         done = slot.window.mark()
 
         def finish() -> Tensor:
@@ -151,7 +153,7 @@ class CopyEngines:
             received = list(slot.memory(shape, dtype).unbind())
             received[self.rank] = own
             result = consume(received)
-            slot.set_free(here, self._others)
+            slot.set_free(here, self._others)  # behind ``consume`` on its stream, hence it must not keep the parts
             return result
 
         return Transfer(parts, finish)

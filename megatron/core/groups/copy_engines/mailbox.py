@@ -34,11 +34,11 @@ class Mailbox:
         window = self._lanes[lane]
         self._sent[lane] = number = self._sent[lane] + 1
         queue = window.beside()
-        if number > SLOTS:
+        if number > SLOTS:  # the slot held message number - SLOTS, which the receiver must have taken out
             queue.wait([window.word(self._rank, _TAKEN)], number - SLOTS)
         queue.copy(self._slot(target, lane, number, x), x.data_ptr(), x.nbytes)
         queue.write([window.word(target, _ARRIVED)], number)
-        window.keep(x)
+        window.keep(x)  # the caller's stream does not wait for the copy: its memory must not be given away before
 
     def receive(self, source: int, out: Tensor) -> None:
         """``out``, contiguous, becomes the next message from a neighbour, in the order of the current stream."""

@@ -73,6 +73,7 @@ class SymmetricWindow:
         start = -(-num_bytes // _WORD_BYTES) * _WORD_BYTES
         own = symmetric.empty(start + num_words * _WORD_BYTES, dtype=torch.uint8, device=device)
         self._shared = symmetric.rendezvous(own, handle)
+        # no rank may write a word of a peer that still has to set its words to 0
         own.zero_()
         torch.cuda.synchronize()
         dist.barrier(handle, device_ids=[device.index])

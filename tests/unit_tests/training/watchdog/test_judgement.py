@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.training.start.rendezvous import Arrival
-from megatron.training.watchdog.board import Answer, Board, Failure, Report
+from megatron.training.watchdog.failure_store import Answer, Failure, FailureStore, Report
 from megatron.training.watchdog.listener import Listener
+from megatron.training.watchdog.local_ranks import LocalRanks, Process
 from megatron.training.watchdog.monitor import Limits, Monitor
-from megatron.training.watchdog.neighbours import Neighbours, Process
-from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Beat, Progress, mark_task
+from megatron.training.watchdog.progress import COMPUTING, DATA, EVALUATION_DATA, Heartbeat, Progress, mark_task
 from megatron.training.watchdog.stacks import has_timed_out, is_consequence, waits_for_others
 
 
@@ -24,14 +24,14 @@ def monitors(count, timeout=0.4):
     store = dist.HashStore()
     arrivals = [Arrival(f"host{rank}", rank, count, f"machine{rank}") for rank in range(count)]
     return [
-        Monitor(Board(store, rank, count), arrivals, Progress(timeout, 60.0), Limits.of(timeout),
-                neighbours=Neighbours({}, rank), agent_holds_store=False, folder=None)
+        Monitor(FailureStore(store, rank, count), arrivals, Progress(timeout, 60.0), Limits.of(timeout),
+                local_ranks=LocalRanks({}, rank), agent_holds_store=False, folder=None)
         for rank in range(count)
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("beats", "waits", "culprit"),
+    ("heartbeats", "waits", "culprit"),
     [
         ([(7, COMPUTING), (6, COMPUTING)], [True, True], 1),  # least far
         ([(7, COMPUTING), (7, DATA)], [False, False], 1),  # data before computing
@@ -40,12 +40,12 @@ def monitors(count, timeout=0.4):
         ([(7, COMPUTING), (9, COMPUTING)], [True, None], 1),  # does not answer
     ],
 )
-def test_the_rank_that_got_least_far_is_blamed(beats, waits, culprit):
-    ranks = monitors(len(beats))
-    for rank, ((iteration, phase), wait) in enumerate(zip(beats, waits)):
-        ranks[rank].board.publish(Beat(1, iteration, 3, phase, silence=9.0, allowed=1.0))
+def test_the_rank_that_got_least_far_is_blamed(heartbeats, waits, culprit):
+    ranks = monitors(len(heartbeats))
+    for rank, ((iteration, phase), wait) in enumerate(zip(heartbeats, waits)):
+        ranks[rank].store.publish(Heartbeat(1, iteration, 3, phase, silence=9.0, allowed=1.0))
         if wait is not None:
-            ranks[rank].board.answer(Answer(wait, f"stack of {rank}"))
+            ranks[rank].store.answer(Answer(wait, f"stack of {rank}"))
     ranks[0]._answer = lambda: Answer(bool(waits[0]), "stack of 0")
     failure = ranks[0]._find_culprit()
     assert failure.rank == culprit and "no progress for 9 s" in failure.reason
@@ -55,13 +55,13 @@ def test_the_rank_that_got_least_far_is_blamed(beats, waits, culprit):
 def test_a_rank_is_gone_if_its_heart_stops_or_never_beats():
     """The others' hosts are out of reach before their first heartbeat, or after one."""
     first, second, third = monitors(3)
-    third.board.publish(Beat(1, 5, 9, COMPUTING, silence=0.0, allowed=1.0))
+    third.store.publish(Heartbeat(1, 5, 9, COMPUTING, silence=0.0, allowed=1.0))
     assert first._judge(1) is None and first._judge(2) is None
     first._heard = {rank: (count, since - 10.0) for rank, (count, since) in first._heard.items()}
     assert "before the first iteration: process 1 on host1 is stopped, locked or out of reach" in first._judge(1).reason
     assert "iteration 6, computing: process 2 on host2" in first._judge(2).reason
-    second.board.publish(Beat(1, 0, 0, COMPUTING, silence=0.0, allowed=1.0))
-    third.board.finish()
+    second.store.publish(Heartbeat(1, 0, 0, COMPUTING, silence=0.0, allowed=1.0))
+    third.store.finish()
     assert first._judge(1) is None and first._judge(2) is None
 
 
@@ -69,10 +69,10 @@ def test_an_error_with_the_store_gone_leaves_the_last_word_to_the_monitor():
     """Else a rank would leave by the error of a collective without naming the host that died."""
     monitor = monitors(2)[0]
     for name in ("failure", "others_know", "declare"):
-        setattr(monitor.board, name, store_is_gone)
+        setattr(monitor.store, name, store_is_gone)
     began = time.monotonic()
     monitor.main_thread_raised(report(0, "reason"), consequence=True, speak=print)
-    assert time.monotonic() - began > monitor.limits.heart and monitor.wake.is_set()
+    assert time.monotonic() - began > monitor.limits.heartbeat and monitor.wake.is_set()
 
 
 def report(rank, what, elsewhere=False):
@@ -106,7 +106,7 @@ def test_an_error_that_all_ranks_raise_is_nobodys():
 def test_a_rank_that_raises_alone_is_named_after_a_moment():
     first, second = monitors(2)
     assert first._first_of_all(report(0, "a bug")) == Failure(0, "iteration 3: a bug", "trace")
-    second.board.declare(Failure(1, "was first"))
+    second.store.declare(Failure(1, "was first"))
     first.main_thread_raised(report(0, "a bug"), consequence=False, speak=pytest.fail)  # no word of its own
 
 
@@ -114,8 +114,8 @@ def test_an_error_that_all_ranks_have_heard_of_outlives_the_store(monkeypatch):
     """Rank 0 holds the store and leaves as soon as all know: that is no death which the others must report."""
     second = monitors(2)[1]
     second.own_error = "trace"
-    second.board.declare(Failure(0, "the data is damaged", for_user=True, together=True))
-    second.neighbours = SimpleNamespace(dead=lambda: [0])
+    second.store.declare(Failure(0, "the data is damaged", for_user=True, together=True))
+    second.local_ranks = SimpleNamespace(dead=lambda: [0])
     second._guards_itself = False  # no timer that would end this process
     second._round()
     monkeypatch.setattr(second, "end", lambda failure: pytest.fail(str(failure)))
@@ -133,7 +133,7 @@ def test_a_silent_store_is_its_holders_fault(holder_is_near, agent, blamed):
     second = monitors(2)[1]
     second.agent_holds_store = agent
     alive = Process.open(os.getpid())
-    second.neighbours = Neighbours({0: alive} if holder_is_near else {}, 1)
+    second.local_ranks = LocalRanks({0: alive} if holder_is_near else {}, 1)
     failure = second.store_is_silent("no answer for 7 s")
     alive.close()
     assert failure.rank == blamed and "no answer for 7 s" in failure.reason
@@ -145,7 +145,7 @@ def store_is_gone(*args):
 
 
 def test_the_first_failure_stays():
-    first, second = (monitor.board for monitor in monitors(2))
+    first, second = (monitor.store for monitor in monitors(2))
     first.declare(Failure(0, "was first"))
     second.declare(Failure(1, "was second"))
     assert first.failure() == second.failure() == Failure(0, "was first")
@@ -156,7 +156,7 @@ def test_the_first_failure_stays():
 def test_a_lost_host_is_gone_everywhere_within_the_promise():
     for timeout in (10.0, 60.0, 600.0):
         limits = Limits.of(timeout)
-        assert limits.heart + 2 * limits.interval + limits.grace + limits.spreading <= timeout
+        assert limits.heartbeat + 2 * limits.interval + limits.grace + limits.spreading <= timeout
 
 
 def test_work_of_unknown_length_is_given_the_time_of_a_collective():
@@ -179,7 +179,7 @@ def test_a_process_that_stood_still_is_not_blamed_for_it():
     progress.mark(COMPUTING)
     progress.last -= 100.0
     progress.forgive(100.0)
-    assert progress.beat().silence < 10.0
+    assert progress.heartbeat().silence < 10.0
 
 
 def test_a_round_during_which_the_process_stood_still_is_no_silence_of_the_store():
@@ -187,7 +187,7 @@ def test_a_round_during_which_the_process_stood_still_is_no_silence_of_the_store
     listener = Listener(monitor)
     listener._looked = monitor.round_began = time.monotonic() - 100.0
     listener._look_at_the_monitor()
-    assert monitor.blocked < monitor.limits.heart and not monitor.ending
+    assert monitor.blocked < monitor.limits.heartbeat and not monitor.ending
 
 
 def test_a_stack_of_a_collective_waits_for_others_and_one_of_the_launcher_does_not():

@@ -12,7 +12,7 @@ from dataclasses import asdict
 import pytest
 
 from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, machine_identity, open_store, roll_call
-from megatron.training.watchdog.neighbours import Neighbours, Presence, Process, find_neighbours, find_process
+from megatron.training.watchdog.local_ranks import LocalRanks, Presence, Process, find_local_ranks, find_process
 
 
 def place(rank=0, host="127.0.0.1", port=None):
@@ -38,9 +38,9 @@ def test_a_forged_sign_in_makes_no_rank_signal_a_foreign_process(victim):
     forged = Arrival("somewhere", victim.pid, 2, machine_identity())
     store.set("arrival/1", json.dumps(asdict(forged)))
     presence = Presence(run)
-    neighbours = find_neighbours(roll_call(store, run, 10.0), run)
+    local_ranks = find_local_ranks(roll_call(store, run, 10.0), run)
     presence.close()
-    assert 1 not in neighbours and victim.poll() is None
+    assert 1 not in local_ranks and victim.poll() is None
 
 
 def test_the_process_of_a_rank_is_the_one_that_the_kernel_names(victim):
@@ -54,12 +54,12 @@ def test_the_process_of_a_rank_is_the_one_that_the_kernel_names(victim):
         presence.close()
     os.read(read_end[0], 1)
     arrivals = [Arrival("here", pid, 2, machine_identity()) for pid in (os.getpid(), victim.pid)]
-    neighbours = find_neighbours(arrivals, run)
-    assert neighbours.processes[1].pid == child and neighbours.dead() == []
-    neighbours.end(1, 0.1)
+    local_ranks = find_local_ranks(arrivals, run)
+    assert local_ranks.processes[1].pid == child and local_ranks.dead() == []
+    local_ranks.end(1, 0.1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
-    assert neighbours.dead() == [1] and find_process(run, 1) is None and victim.poll() is None
-    neighbours.close()
+    assert local_ranks.dead() == [1] and find_process(run, 1) is None and victim.poll() is None
+    local_ranks.close()
 
 
 def test_another_job_on_the_same_host_is_nobodys_neighbour():
@@ -73,7 +73,7 @@ def test_a_process_number_that_was_given_away_is_not_signalled(victim):
     """As on a kernel without process descriptors."""
     known = Process(victim.pid, "1", None)
     assert not known.alive
-    Neighbours({1: known}, 0).end(1, 0.0)
+    LocalRanks({1: known}, 0).end(1, 0.0)
     assert victim.poll() is None
     opened = Process.open(victim.pid)
     Process(victim.pid, opened.started, None).send(signal.SIGKILL)

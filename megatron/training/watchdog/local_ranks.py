@@ -109,15 +109,15 @@ def find_process(place: Place, rank: int) -> Process | None:
     return None
 
 
-def find_neighbours(arrivals: Sequence[Arrival], place: Place) -> Neighbours:
+def find_local_ranks(arrivals: Sequence[Arrival], place: Place) -> LocalRanks:
     """Every other rank that says that it is on this machine, and is."""
     here = arrivals[place.rank].machine
     candidates = [rank for rank, each in enumerate(arrivals) if rank != place.rank and each.machine == here]
     found = {rank: process for rank in candidates if (process := find_process(place, rank)) is not None}
-    return Neighbours(found, place.rank)
+    return LocalRanks(found, place.rank)
 
 
-class Neighbours:
+class LocalRanks:
     """The other ranks of this host."""
 
     def __init__(self, processes: Mapping[int, Process], rank: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.training.watchdog.progress import Beat
+from megatron.training.watchdog.progress import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Answer:
     stack: str
 
 
-class Board:
+class FailureStore:
     """The store as seen by one rank."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -67,18 +67,18 @@ class Board:
 
     # ---- heartbeats
 
-    def publish(self, beat: Beat) -> None:
+    def publish(self, heartbeat: Heartbeat) -> None:
         """This rank's heartbeat."""
-        self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+        self._store.set(f"heartbeat/{self.rank}", json.dumps(asdict(heartbeat)))
 
-    def beat(self, rank: int) -> Beat | None:
+    def heartbeat(self, rank: int) -> Heartbeat | None:
         """A rank's last heartbeat; None before its first one."""
-        found = self._read(f"beat/{rank}")
-        return None if found is None else Beat(**found)
+        found = self._read(f"heartbeat/{rank}")
+        return None if found is None else Heartbeat(**found)
 
-    def beats(self) -> dict[int, Beat]:
+    def heartbeats(self) -> dict[int, Heartbeat]:
         """The last heartbeat of every rank that has sent one."""
-        return {rank: beat for rank in self.ranks if (beat := self.beat(rank)) is not None}
+        return {rank: heartbeat for rank in self.ranks if (heartbeat := self.heartbeat(rank)) is not None}
 
     def finish(self) -> None:
         """This rank has done its work: it may leave at any time."""
