@@ -20,12 +20,13 @@ from torch import nn
 from megatron.compat.batch_position import BatchPositionHook
 from megatron.compat.num_microbatches_calculator import follow_batch_schedule
 from megatron.core import parallel_state
+from megatron.core.config import absent
 from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.config.elsewhere import ELSEWHERE
+from megatron.training.config.launcher import local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import NumSamples
 from megatron.training.hooks.base import Hook
@@ -49,15 +50,14 @@ class _Program:
     cfg: PretrainConfig
 
 
-NOT_AVAILABLE_ARGS: dict[str, Any] = {
+RETIRED_ARGS: dict[str, Any] = {
     "use_legacy_models": False,
     "use_mcore_models": True,
     "moe_use_legacy_grouped_gemm": False,
     "renormalize_blend_weights": True,
     "s3_cache_path": None,
-    **dict.fromkeys(name.replace("-", "_") for name in sorted(ELSEWHERE)),
 }
-"""Names that scripts read although no flag sets them here: capabilities that are off."""
+"""Names that older scripts read."""
 
 _PROGRAM: ContextVar[_Program] = ContextVar("megatron_program")
 
@@ -86,11 +86,11 @@ def get_timers() -> Timers:
 
 def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     """A resolved configuration under the names that entry scripts read."""
-    values = {**NOT_AVAILABLE_ARGS, **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
+    values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
     values.update(cfg.extra)
     values.update(
         rank=rank_from_environment(),
-        local_rank=cfg.local_rank,
+        local_rank=local_rank(),
         params_dtype=cfg.params_dtype,
         iteration=0,
         consumed_train_samples=0,
@@ -99,9 +99,8 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     )
     if tokenizer is not None:
         values["vocab_size"] = tokenizer.vocab_size
-        values["padded_vocab_size"] = cfg.padded_vocab_size or padded_vocab_size(
-            tokenizer.vocab_size, cfg.make_vocab_size_divisible_by
-        )
+        padded = padded_vocab_size(tokenizer.vocab_size, cfg.make_vocab_size_divisible_by)
+        values["padded_vocab_size"] = values["padded_vocab_size"] or padded
     return Namespace(**values)
 
 

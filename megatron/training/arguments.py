@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.core.config import cli
+from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.notices import notice
-from megatron.core.config.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.training.config.elsewhere import ELSEWHERE, REMOVED
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.config.resolve import resolve
-from megatron.training.config.retired import RENAMED, RETIRED, modernize
 from megatron.training.exits.endings import tell_launcher
 from megatron.training.notices import notices
 from megatron.training.rules.common import impossible_values
@@ -75,21 +73,26 @@ def parse_args(
     found, problems = cli.segments(argv)
     problems += environment_problems()
     known = {*cli.flag_table(specs), *extras.names}
-    found, renamed, refused = modernize(found, known)
+    found, renamed, refused = absent.rewrite(found, known)
     ours = [segment for segment in found if segment.name not in extras.names]
-    values, misread = cli.read_segments(specs, ours)
-    misread = [_explain_unknown(problem, known) for problem in misread]
+    read = (*specs, *(spec for spec in absent.specs() if extras.names.isdisjoint(spec.names)))
+    values, misread = cli.read_segments(read, ours)
+    spelled = {*cli.flag_table(read), *extras.names}
+    misread = [absent.explain(each, spelled) if each.reason == "unknown flag" else each for each in misread]
     extra, extra_problems = extras.read([segment for segment in found if segment.name in extras.names])
-    from_file, file_problems = _read_yaml(specs, values.get("yaml_cfg"))
-    defaults, default_problems = cli.read_mapping(specs, dict(args_defaults or {}))
-    problems += refused + misread + extra_problems + file_problems + default_problems
+    from_file, file_problems = _read_yaml(read, values.get("yaml_cfg"))
+    defaults, default_problems = cli.read_mapping(read, dict(args_defaults or {}))
     explicit = {**from_file, **values}
     merged = {**extras.defaults, **defaults, **explicit}
-    cfg = PretrainConfig(**merged, explicit=frozenset(explicit), extra=extra, needs_data=needs_data)
-    if problems:
-        raise ConfigError(problems + _further_problems(cfg, problems))
+    without_effect, unavailable = absent.answers(merged)
+    problems += refused + misread + extra_problems + file_problems + default_problems
+    fieldless = merged.keys() - {spec.field for spec in specs}
+    extra.update({name: merged.pop(name) for name in fieldless})
+    cfg = PretrainConfig(**merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data)
+    if problems or unavailable:
+        raise ConfigError(problems + _further_problems(cfg, problems) + unavailable)
     if is_first_rank():
-        for sentence in renamed:
+        for sentence in renamed + without_effect:
             logger.warning("%s", sentence)
     return cfg
 
@@ -135,8 +138,7 @@ def core_transformer_config_from_args(
     Args:
         args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
     """
-    if config_class is None:
-        config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    config_class = config_class or TransformerConfig
     common = {field.name for field in dataclasses.fields(PretrainConfig)}
     names = [field.name for field in dataclasses.fields(config_class) if field.name in common]
     return config_class(**{name: getattr(args, name) for name in names})
@@ -191,21 +193,6 @@ def smallest_world_size(cfg: PretrainConfig) -> int:
     return replica
 
 
-def _explain_unknown(problem: Problem, known: set[str]) -> Problem:
-    """Tell flags that Megatron-LM has or had from typing mistakes."""
-    if problem.reason != "unknown flag":
-        return problem
-    name = cli.normalize(problem.flag)
-    if name[2:] in ELSEWHERE:
-        return dataclasses.replace(problem, reason="exists in Megatron-LM, is not available here", fix="leave it out")
-    if name[2:] in REMOVED:
-        return dataclasses.replace(problem, reason="was removed from Megatron-LM", fix="leave it out")
-    # a flag that exists first: old names, and those of other programs, are nobody's likeliest meaning
-    candidates = (cli.suggestion(name, names) for names in (known, RETIRED))
-    fix = next((each for each in candidates if each != cli.NO_SUGGESTION), cli.NO_SUGGESTION)
-    return dataclasses.replace(problem, fix=fix)
-
-
 def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:
     if path is None:
         return {}, []
@@ -220,7 +207,7 @@ def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, A
         return {}, [Problem("--yaml-cfg", " ".join(str(error).split()), path)]
     if not isinstance(content, Mapping):
         return {}, [Problem("--yaml-cfg", "must hold names and values", path, "one `name: value` per line")]
-    values, problems = cli.read_mapping(specs, content, RENAMED)
+    values, problems = cli.read_mapping(specs, content, absent.renamed())
     return values, [dataclasses.replace(problem, flag=f"{path}: {problem.flag}") for problem in problems]
 
 

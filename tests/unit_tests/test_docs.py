@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.core.config import absent
 from megatron.core.config.cli import flags_of, normalize
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.training.arguments import flag_specs
-from megatron.training.config.retired import RETIRED
 
 ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = {".git", ".venv", "build", "quickstart_run", ".pytest_cache"}
@@ -76,7 +76,8 @@ def known_flags():
     folders = ("tools", "benchmarks", "examples", "tests")
     programs = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     specs = (*flag_specs(), *flags_of(PreprocessConfig))
-    known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")} | set(RETIRED) | OF_OTHERS
+    known = {normalize(name) for spec in specs for name in (*spec.names, spec.on or "")}
+    known |= {*absent.by_name(), *OF_OTHERS}
     return known | {normalize(flag) for file in programs for flag in re.findall(r"--[a-z][\w-]+", file.read_text())}
 
 

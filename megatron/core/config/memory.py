@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
-from megatron.core.config.ranges import Layers, Range
+from megatron.core.config.ranges import Layers
 
 RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act")
 """What selective recomputation knows to drop."""
@@ -32,6 +32,3 @@ class RecomputeConfig:
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""
-
-    cpu_offloading_num_layers: Annotated[int, Range(0, 2048)] = 0
-    """Layers whose activations wait in host memory for the backward pass."""

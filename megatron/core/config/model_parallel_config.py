@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from megatron.core.config.absent import TakesSettings
 from megatron.core.config.cli import derived, flag
 from megatron.core.config.ranges import Batch, NumRanks, Range
 
@@ -42,13 +43,6 @@ class ParallelismConfig:
     )
     """How context-parallel ranks exchange keys and values: once for all layers, or one value per layer."""
 
-    expert_model_parallel_size: NumRanks = 1
-    """Ranks that share the experts of a layer (EP). They are taken from the data-parallel ranks: the world size is
-    TP x PP x CP x DP, whatever EP is."""
-
-    expert_tensor_parallel_size: NumRanks | None = None
-    """Tensor-parallel ranks inside one expert; default: --tensor-model-parallel-size."""
-
     microbatch_group_size_per_virtual_pipeline_stage: Batch | None = None
     """Micro-batches that an interleaved schedule runs on one model chunk before it turns to the next; default: the
     number of pipeline stages."""
@@ -67,9 +61,6 @@ class ParallelismConfig:
     other. Needs --sequence-parallel and an even --micro-batch-size; keeps the inputs of a layer's first products whole,
     for memory of twice the hidden states per layer."""
 
-    tp_comm_overlap_cfg: str | None = None
-    """YAML file that tunes --tp-comm-overlap per operation."""
-
     gradient_accumulation_fusion: bool = True
     """Do not let weight-gradient products add into the main gradient themselves."""
 
@@ -82,9 +73,6 @@ class ParallelismConfig:
     """Output layer and loss take this many tokens at a time, and the logits of all tokens never exist; backward
     computes a chunk's logits again (a third more work in the output layer). 0: as many tokens as give 256 MiB of logits
     per rank."""
-
-    overlap_moe_expert_parallel_comm: bool = False
-    """Hide the token exchange between expert-parallel ranks behind another micro-batch's computation."""
 
     delay_wgrad_compute: bool = False
     """Compute weight gradients apart from input gradients, so that they can fill waiting time."""
@@ -120,7 +108,7 @@ def dtype_of(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig(ParallelismConfig, PrecisionConfig):
+class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSettings):
     """What every parallel module needs to know; the library's base configuration."""
 
     params_dtype: Any = None

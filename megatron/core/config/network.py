@@ -73,11 +73,8 @@ class NetworkSizeConfig:
     fp32_residual_connection: bool = False
     """Keep the residual stream in float32."""
 
-    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "local"
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
     """Where the layers' modules come from: this library, or the package Transformer Engine."""
-
-    masked_softmax_fusion: bool = True
-    """No fused scale, mask and softmax in attention."""
 
     bias_gelu_fusion: bool = True
     """No fused bias and GELU. Where there are biases, the fused form uses the tanh approximation of GELU; without it,
@@ -90,19 +87,8 @@ class NetworkSizeConfig:
     """Plain torch operations for dropout and residual addition instead of one kernel on GPUs; the masks are the
     same."""
 
-    cross_entropy_loss_fusion: bool = False
-    """Fused vocabulary-parallel cross entropy: one read of the logits in forward, one read and write in backward, over
-    the logits. On GPUs it always is (except in float64); the flag is accepted for the sake of existing scripts."""
-
-    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
-    """Implementation of --cross-entropy-loss-fusion: native are the kernels of this library."""
-
     no_persist_layer_norm: bool = False
     """Plain torch operations for norms instead of kernels that take the residual stream along."""
-
-    calculate_per_token_loss: bool = False
-    """Normalise by the number of valid tokens of the global batch. Here that is always the rule, whatever the layout;
-    the flag is accepted for the sake of existing scripts."""
 
 
 @dataclass(kw_only=True)
@@ -124,9 +110,3 @@ class InitializationConfig:
 
     perform_initialization: bool = flag("--no-initialization", default=True)
     """Leave the weights uninitialised; only for runs that load all of them."""
-
-    use_cpu_initialization: bool = False
-    """Compute initial weights on the CPU. Not needed for layout-independent weights: they always are."""
-
-    init_model_with_meta_device: bool = False
-    """Build the model without memory and fill in the weights after it is sharded."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
-from megatron.core.config.cli import ConfigError, Problem
-from megatron.core.config.fp8 import Fp8Config
+from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.memory import RecomputeConfig
-from megatron.core.config.mla import MlaConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig
-from megatron.core.config.moe import MoeConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
 from megatron.core.config.pipeline import PipelineConfig
 
@@ -23,6 +21,16 @@ def default_ffn_hidden_size(hidden_size: int, *, gated: bool) -> int:
     return max(64, int(hidden_size * 4 * 2 / 3) // 64 * 64)
 
 
+_RENAMED = {
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "layernorm_epsilon": "norm_epsilon",
+}
+_ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu"}
+"""Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
+
+
 @dataclass(kw_only=True)
 class TransformerConfig(
     ModelParallelConfig,
@@ -31,8 +39,6 @@ class TransformerConfig(
     AttentionConfig,
     InitializationConfig,
     RecomputeConfig,
-    Fp8Config,
-    MoeConfig,
 ):
     """Sizes and choices of a transformer.
 
@@ -41,13 +47,44 @@ class TransformerConfig(
     with all of them.
     """
 
-    layernorm_epsilon: float | None = None
-    """The library's older name of ``norm_epsilon``; the two are equal after construction."""
+    use_cpu_initialization: bool = derived(False)
+    """Build the model on the CPU, not on the current GPU."""
+
+    @property
+    def layernorm_epsilon(self) -> float:
+        """The older name of ``norm_epsilon``."""
+        return self.norm_epsilon
+
+    @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the feed-forward network multiplies two halves of its first product."""
+        return self.swiglu or self.quick_geglu
+
+    @classmethod
+    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of Megatron-LM's constructor under the names that they have here.
+
+        Raises:
+            ConfigError: an activation that this library does not have.
+        """
+        settings = {_RENAMED.get(name, name): value for name, value in given.items()}
+        if "bias_activation_fusion" in settings:
+            fused = settings.pop("bias_activation_fusion")
+            settings = {"bias_gelu_fusion": fused, "bias_swiglu_fusion": fused} | settings
+        if "persist_layer_norm" in settings:
+            settings["no_persist_layer_norm"] = not settings.pop("persist_layer_norm")
+        if {"activation_func", "gated_linear_unit"} & settings.keys():
+            function, gated = settings.pop("activation_func", None), settings.pop("gated_linear_unit", False)
+            kind = getattr(function, "__name__", "gelu"), bool(gated)
+            if kind != ("gelu", False):
+                if kind not in _ACTIVATIONS:
+                    reason = f"{'gated' if gated else 'plain'} {kind[0]} is not available"
+                    fix = "gelu and squared_relu, or with gated_linear_unit silu and quick_gelu"
+                    raise ConfigError([Problem("activation_func", reason, fix=fix)])
+                settings[_ACTIVATIONS[kind]] = True
+        return settings
 
     def __post_init__(self) -> None:
-        if self.layernorm_epsilon is not None:
-            self.norm_epsilon = self.layernorm_epsilon
-        self.layernorm_epsilon = self.norm_epsilon
         if problems := list(self._impossible_sizes()):
             raise ConfigError(problems)
         hidden, heads = self.hidden_size, self.num_attention_heads
@@ -99,7 +136,5 @@ class TransformerConfig(
 
 
 @dataclass(kw_only=True)
-class MLATransformerConfig(TransformerConfig, MlaConfig):
-    """A transformer with multi-latent attention."""
-
-    multi_latent_attention: bool = True
+class MLATransformerConfig(TransformerConfig):
+    """The name that programs import for multi-latent attention, which is not available yet."""

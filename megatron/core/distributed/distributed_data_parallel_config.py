@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron.core.config.absent import TakesSettings
+
 
 @dataclass(kw_only=True)
-class DistributedDataParallelConfig:
+class DistributedDataParallelConfig(metaclass=TakesSettings):
     """How gradients are kept, reduced and overlapped over data-parallel ranks."""
 
     grad_reduce_in_fp32: bool = False
@@ -18,20 +20,11 @@ class DistributedDataParallelConfig:
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward pass already runs; distributed optimizer only."""
 
-    align_param_gather: bool = False
-    """Let pipeline stages start their weight gathers at the same time."""
-
     use_distributed_optimizer: bool = False
     """Reduce-scatter gradients, because optimizer state is split over the ranks."""
 
     num_distributed_optimizer_instances: int = 1
     """Copies of the split optimizer state."""
-
-    check_for_nan_in_grad: bool = False
-    """Look for NaN in the gradients before they are reduced."""
-
-    check_for_large_grads: bool = False
-    """Look for unusually large gradients before they are reduced."""
 
     bucket_size: int | None = None
     """Elements per bucket; None: one bucket without overlap, else max(40 million, 1 million x ranks)."""
@@ -44,6 +37,3 @@ class DistributedDataParallelConfig:
 
     pad_buckets_for_high_nccl_busbw: bool = False
     """Pad buckets so that message sizes are powers of two."""
-
-    average_in_collective: bool = False
-    """Divide by the number of ranks inside the collective."""

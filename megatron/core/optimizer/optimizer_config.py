@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron.core.config.absent import TakesSettings
+
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(metaclass=TakesSettings):
     """Which optimizer, its numbers, and the precision it works in."""
 
     optimizer: Literal["adam", "sgd"] = "adam"

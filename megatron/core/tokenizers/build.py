@@ -53,8 +53,6 @@ class TokenizerFlags(Protocol):
     def null_tokenizer_eod_id(self) -> int | None: ...
     @property
     def null_tokenizer_pad_id(self) -> int: ...
-    @property
-    def trust_remote_code(self) -> bool: ...
 
 
 def build_tokenizer(cfg: TokenizerFlags) -> Tokenizer:
@@ -64,8 +62,6 @@ def build_tokenizer(cfg: TokenizerFlags) -> Tokenizer:
         ValueError: an unknown type, a missing or broken file, a missing library; with the flag and the fix.
     """
     kind = cfg.tokenizer_type
-    if cfg.trust_remote_code:
-        logger.warning("--trust-remote-code has no effect: code that comes with a tokenizer is never run")
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         return build_bert_wordpiece(cfg.vocab_file, kind == "BertWordPieceLowerCase", cfg.vocab_extra_ids)
     if kind == "GPT2BPETokenizer":

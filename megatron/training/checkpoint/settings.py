@@ -31,16 +31,14 @@ ARCHITECTURE = (
     "quick_geglu",
     "untie_embeddings_and_output_weights", "apply_layernorm_1p", "normalization", "norm_epsilon", "qk_layernorm",
     "qk_l2_norm", "window_size", "window_attn_skip_freq", "apply_query_key_layer_scaling",
-    "apply_residual_connection_post_layernorm", "activation_func_clamp_value", "num_experts", "moe_layer_freq",
-    "moe_ffn_hidden_size", "moe_router_topk", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-    "qk_pos_emb_head_dim", "v_head_dim",
+    "apply_residual_connection_post_layernorm", "activation_func_clamp_value",
 )  # fmt: skip
 """What the weights mean: taken from the checkpoint by --use-checkpoint-args, and refused where it differs."""
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
 LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "expert_model_parallel_size", "sequence_parallel", "context_parallel_size",
+    "sequence_parallel", "context_parallel_size",
 )  # fmt: skip
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
@@ -60,10 +58,10 @@ DATA_STREAM = (
 
 NUMBERS = (
     "optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr",
-    "decoupled_min_lr", "attention_dropout", "hidden_dropout", "fp16", "bf16", "fp8", "loss_scale",
+    "decoupled_min_lr", "attention_dropout", "hidden_dropout", "fp16", "bf16", "loss_scale",
     "rotary_seq_len_interpolation_factor",
     "attention_softmax_in_fp32", "iterations_to_skip", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
-    "grad_reduce_in_bf16", "calculate_per_token_loss", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
+    "grad_reduce_in_bf16", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
     "loss_scale_window", "min_loss_scale", "hysteresis",
 )  # fmt: skip
 """What is computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
@@ -71,7 +69,7 @@ NUMBERS = (
 FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size")
 """A run that set one of these and resumes without it would silently go on with the default."""
 
-UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "local_rank", "finetune"}
+UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
 
 
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:

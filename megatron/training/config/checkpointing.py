@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.ranges import NonNegativeInt, PositiveInt
@@ -69,48 +68,3 @@ class CheckpointConfig:
 
     exit_on_missing_checkpoint: bool = False
     """Stop instead of starting from scratch when --load holds no checkpoint."""
-
-    ckpt_format: Literal["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"] = "torch_dist"
-    """Accepted for existing scripts: what is written is always sharded safetensors, which any layout loads."""
-
-    auto_detect_ckpt_format: bool = False
-    """Find out the format of what is loaded. Here that always happens."""
-
-    ckpt_convert_format: Literal["torch", "torch_dist"] | None = None
-    """Load a checkpoint, write it in this format to --ckpt-convert-save and stop."""
-
-    ckpt_convert_save: str | None = None
-    """Directory for --ckpt-convert-format."""
-
-    ckpt_fully_parallel_save: bool = flag("--no-ckpt-fully-parallel-save", default=True)
-    """Let only the first data-parallel rank write what the ranks have in common."""
-
-    ckpt_fully_parallel_load: bool = False
-    """Let data-parallel ranks each read a part and exchange it."""
-
-    ckpt_assume_constant_structure: bool = False
-    """Reuse the plan of the previous save."""
-
-    async_save: bool = False
-    """Write checkpoints in the background."""
-
-    async_strategy: Literal["nvrx", "mcore"] = "nvrx"
-    """Who writes background checkpoints."""
-
-    use_persistent_ckpt_worker: bool = False
-    """Keep one writer process for all background saves."""
-
-    dist_ckpt_strictness: Literal[
-        "assume_ok_unexpected",
-        "log_unexpected",
-        "log_all",
-        "raise_unexpected",
-        "raise_all",
-        "return_unexpected",
-        "return_all",
-        "ignore_all",
-    ] = "assume_ok_unexpected"
-    """What happens to missing and unused keys on load. Here they are errors unless this says otherwise."""
-
-    dist_ckpt_optim_fully_reshardable: bool = False
-    """Save optimizer state so that any layout can load it. Here that is always so."""

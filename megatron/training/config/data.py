@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
-from megatron.core.config.ranges import Dim, Range, Share
+from megatron.core.config.ranges import Dim, Range
 
 
 def parse_split(text: str) -> list[float]:
@@ -63,15 +63,6 @@ class DataConfig:
     encoder_seq_length: Dim = flag()
     """Tokens per encoder sequence; another name of --seq-length."""
 
-    decoder_seq_length: Dim | None = None
-    """Tokens per decoder sequence of an encoder-decoder model."""
-
-    mask_prob: Share = 0.15
-    """BERT and T5: share of tokens that is masked."""
-
-    short_seq_prob: Share = 0.1
-    """BERT: probability of a deliberately short sequence."""
-
     dataloader_type: Literal["single", "cyclic", "external"] | None = None
     """single (the default): one pass in the data set's own shuffled order; cyclic: endless epochs, each shuffled anew;
     external: the script brings its own iterator. Speed is the same."""
@@ -87,9 +78,6 @@ class DataConfig:
 
     eod_mask_loss: bool = False
     """Leave end-of-document tokens out of the loss."""
-
-    create_attention_mask_in_dataloader: bool = True
-    """Do not build dense masks in the loader. Here they never are: kernels get document lengths."""
 
     num_dataset_builder_threads: Annotated[int, Range(1, 1024)] = 1
     """Threads that build the indices of a blend."""

@@ -80,6 +80,3 @@ class LoggingConfig:
 
     logging_level: Annotated[int, Range(0, 100)] | None = None
     """Level of Python's logging, such as 10 (debug) or 20 (info)."""
-
-    enable_one_logger: bool = flag("--no-one-logger", default=True)
-    """Accepted for the sake of existing scripts; there is no such service here."""

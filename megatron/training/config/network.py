@@ -17,16 +17,11 @@ class ModelConfig:
     """Longest sequence the model can be asked for; the size of the learned position table. Required; at least
     --seq-length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "mrope", "relative", "none"] = (
-        "learned_absolute"
-    )
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
     """How tokens know their position: a learned table, rotary, YaRN-stretched rotary, or not at all."""
 
     add_position_embedding: bool = flag("--no-position-embedding", default=True)
     """No learned position table; only together with another --position-embedding-type."""
-
-    rope_type: Literal["rope", "yarn"] | None = None
-    """Rotary variant of multi-latent attention; default there: yarn."""
 
     rotary_base: PositiveInt = 10000
     """Base of the rotary frequencies."""
@@ -54,12 +49,3 @@ class ModelConfig:
 
     encoder_num_layers: Layers = flag()
     """Encoder layers of an encoder-decoder model; default: --num-layers."""
-
-    decoder_num_layers: Layers | None = None
-    """Decoder layers of an encoder-decoder model; default: --num-layers."""
-
-    bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
-    """BERT without the sentence-order head."""
-
-    spec: list[str] | None = flag("--spec", nargs="*", metavar="MODULE FUNCTION")
-    """Python module and function that build the layer specification, instead of the built-in one."""

@@ -32,7 +32,3 @@ class MixedPrecisionConfig:
 
     grad_reduce_in_bf16: bool = False
     """Accumulate and reduce gradients in bfloat16: half the memory and traffic, coarser sums."""
-
-    fp16_lm_cross_entropy: bool = False
-    """Cross entropy of float16 logits without a float32 copy of them. That is always so: logits are read as they are,
-    and summed in float32."""

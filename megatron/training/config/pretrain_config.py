@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import derived
-from megatron.core.config.fp8 import Fp8Config
 from megatron.core.config.memory import RecomputeConfig
-from megatron.core.config.mla import MlaConfig
 from megatron.core.config.model_parallel_config import ParallelismConfig, PrecisionConfig, dtype_of
-from megatron.core.config.moe import MoeConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
 from megatron.core.config.pipeline import PipelineConfig
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
-from megatron.training.config.inference import InferenceConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.network import ModelConfig
@@ -31,35 +27,6 @@ from megatron.training.config.validation import ValidationConfig
 
 if TYPE_CHECKING:
     import torch
-
-GROUPS: tuple[type, ...] = (
-    ProgramConfig,
-    NetworkSizeConfig,
-    ModelConfig,
-    AttentionConfig,
-    InitializationConfig,
-    TrainingConfig,
-    RegularizationConfig,
-    LearningRateConfig,
-    PrecisionConfig,
-    MixedPrecisionConfig,
-    DataConfig,
-    TokenizerConfig,
-    ValidationConfig,
-    CheckpointConfig,
-    LoggingConfig,
-    SelfCheckConfig,
-    ProfilingConfig,
-    ParallelismConfig,
-    PipelineConfig,
-    DistributedConfig,
-    RecomputeConfig,
-    Fp8Config,
-    MoeConfig,
-    MlaConfig,
-    InferenceConfig,
-)
-"""The groups in the order of ``--help``."""
 
 
 @dataclass(kw_only=True)
@@ -85,10 +52,6 @@ class PretrainConfig(
     PipelineConfig,
     DistributedConfig,
     RecomputeConfig,
-    Fp8Config,
-    MoeConfig,
-    MlaConfig,
-    InferenceConfig,
 ):
     """Every setting of a run. Frozen once ``resolve`` has filled in what follows from other settings."""
 
@@ -102,7 +65,7 @@ class PretrainConfig(
     """Fields that the command line or the YAML file set."""
 
     extra: dict[str, Any] = derived(factory=dict)
-    """Values of the flags that an entry script added; also readable as attributes."""
+    """Values of the flags that an entry script added, and of those that have no effect; also readable as attributes."""
 
     needs_data: bool = derived(True)
     """False for entry scripts that bring data sets and tokenizers of their own: no rule asks for the flags of data."""
@@ -127,3 +90,7 @@ class PretrainConfig(
                 return self.__dict__["extra"][name]
             except KeyError:
                 raise AttributeError(f"there is no setting {name!r}") from None
+
+
+GROUPS: tuple[type, ...] = PretrainConfig.__bases__
+"""The groups in the order of ``--help``."""

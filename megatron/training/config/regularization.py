@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.core.config.ranges import NonNegativeFloat, Probability, Share
+from megatron.core.config.ranges import NonNegativeFloat, Probability
 
 
 @dataclass(kw_only=True)
 class RegularizationConfig:
     """Optimizer and regularization"""
 
-    optimizer: Literal["adam", "sgd", "muon", "dist_muon", "lion", "soap", "adaptive_muon"] = "adam"
+    optimizer: Literal["adam", "sgd"] = "adam"
     """Optimizer; adam decouples weight decay (AdamW)."""
 
     weight_decay: NonNegativeFloat = 0.01
@@ -54,24 +54,6 @@ class RegularizationConfig:
     store_param_remainders: bool = True
     """Keep the fp32 value of every bf16 weight as a copy of 4 bytes, not as the 2 bytes that the weight lacks; the
     numbers are the same."""
-
-    optimizer_cpu_offload: bool = False
-    """Keep optimizer state in host memory and step there. Needs --use-precision-aware-optimizer."""
-
-    optimizer_offload_fraction: Share = 1.0
-    """Share of the optimizer state that --optimizer-cpu-offload moves."""
-
-    use_torch_optimizer_for_cpu_offload: bool = False
-    """Step the offloaded part with torch's optimizer."""
-
-    overlap_cpu_optimizer_d2h_h2d: bool = False
-    """Overlap the offloaded optimizer's copies with its computation."""
-
-    pin_cpu_grads: bool = True
-    """Do not page-lock the host copies of offloaded gradients."""
-
-    pin_cpu_params: bool = True
-    """Do not page-lock the host copies of offloaded weights."""
 
     decoupled_lr: NonNegativeFloat | None = None
     """Learning rate of the embedding and the output layer, where it differs from --lr."""

@@ -23,10 +23,7 @@ class TokenizerConfig:
             "HuggingFaceTokenizer",
             "Llama2Tokenizer",
             "TikTokenizer",
-            "MultimodalTokenizer",
             "NullTokenizer",
-            "NullMultimodalTokenizer",
-            "SFTTokenizer",
             "ByteLevelTokenizer",
         ]
         | None
@@ -46,9 +43,6 @@ class TokenizerConfig:
     vocab_size: Dim | None = None
     """Vocabulary size, where the tokenizer does not know it (NullTokenizer) or it is to be larger."""
 
-    padded_vocab_size: Dim | None = None
-    """Vocabulary size after padding; default: padded by --make-vocab-size-divisible-by."""
-
     pad_vocab_size: bool = flag("--no-pad-vocab-size", "--disable-pad-vocab-size", default=True)
     """Do not pad the vocabulary."""
 
@@ -64,9 +58,6 @@ class TokenizerConfig:
     tiktoken_num_special_tokens: Annotated[int, Range(0, 2**31 - 1)] = 1000
     """Ids that TikTokenizer reserves for special tokens."""
 
-    tokenizer_hf_no_use_fast: bool = False
-    """HuggingFaceTokenizer: the slow implementation."""
-
     tokenizer_hf_no_include_special_tokens: bool = False
     """HuggingFaceTokenizer: add no special tokens to text."""
 
@@ -78,6 +69,3 @@ class TokenizerConfig:
 
     null_tokenizer_pad_id: Annotated[int, Range(-1, 2**31 - 1)] = -1
     """NullTokenizer: id of padding; -1: none."""
-
-    trust_remote_code: bool = False
-    """Allow a tokenizer to run Python code that comes with its files."""

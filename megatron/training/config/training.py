@@ -64,7 +64,7 @@ class TrainingConfig:
     exit_signal: signal.Signals = flag("--exit-signal", default=signal.SIGTERM, parse=parse_signal, metavar="SIGNAL")
     """Signal that --exit-signal-handler waits for."""
 
-    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"] = "none"
+    cuda_graph_impl: Literal["none", "local"] = "none"
     """CUDA graphs: local records the forward and backward pass of one micro-batch and replays it for the others, so
     that the GPU never waits for the host. Needs one whole model per rank and fixed shapes."""
 
@@ -94,9 +94,6 @@ class TrainingConfig:
 
     recompute_activations: bool = False
     """Short for --recompute-granularity selective."""
-
-    rerun_mode: Literal["disabled", "validate_results", "report_stats"] = "validate_results"
-    """Accepted, and without effect: a NaN or an infinite loss stops the run, and no step is run again."""
 
 
 @dataclass(kw_only=True)

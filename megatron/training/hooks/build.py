@@ -31,8 +31,7 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
 
     ``ValueError`` names a flag whose package is missing or that lacks another flag.
     """
-    precision = "bf16" if cfg.fp8 is None else "fp8"
-    clock = Clock(Throughput(run.world_size, run.device_name, precision), timers, run.device)
+    clock = Clock(Throughput(run.world_size, run.device_name), timers, run.device)
     directory = metrics_directory(cfg.save, cfg.tensorboard_dir)
     files = [MetricsFile(directory / name) for name in (METRICS_FILE, TIMING_FILE)] if directory else []
     hooks: list[Hook] = []

@@ -83,7 +83,6 @@ def _layout(cfg: PretrainConfig) -> Rows:
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
-    yield "expert-parallel ranks", f"{cfg.expert_model_parallel_size}, taken from the data-parallel ones"
     yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg).split('-'))} (fastest first)"
     apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
     layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"

@@ -11,10 +11,10 @@ from megatron.training.rules.common import Rule, problem
 Problems = Iterator[Problem]
 
 PATHS = (
-    "save", "load", "pretrained_checkpoint", "ckpt_convert_save", "data_path", "train_data_path", "valid_data_path",
+    "save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path",
     "test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path", "vocab_file", "merge_file",
     "tokenizer_model", "tensorboard_dir", "wandb_save_dir", "memory_snapshot_path", "nccl_communicator_config_path",
-    "tp_comm_overlap_cfg", "yaml_cfg",
+    "yaml_cfg",
 )  # fmt: skip
 """Fields that hold paths, one or several."""
 

@@ -52,9 +52,9 @@ def position_table_is_consistent(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
-    rotary = cfg.position_embedding_type in ("rope", "yarn", "mrope")
+    rotary = cfg.position_embedding_type in ("rope", "yarn")
     for field in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
-        if getattr(cfg, field) and not rotary and not cfg.multi_latent_attention:
+        if getattr(cfg, field) and not rotary:
             yield problem(cfg, field, "needs rotary positions", "--position-embedding-type rope")
 
 
@@ -99,9 +99,8 @@ def one_precision_is_chosen(cfg: PretrainConfig) -> Problems:
 
 
 def loss_scaling_is_for_fp16(cfg: PretrainConfig) -> Problems:
-    for field in ("loss_scale", "fp16_lm_cross_entropy"):
-        if getattr(cfg, field) and not cfg.fp16:
-            yield problem(cfg, field, "counts only with --fp16", "leave it out")
+    if cfg.loss_scale and not cfg.fp16:
+        yield problem(cfg, "loss_scale", "counts only with --fp16", "leave it out")
     if cfg.min_loss_scale > cfg.initial_loss_scale:
         yield problem(cfg, "min_loss_scale", f"is larger than --initial-loss-scale {cfg.initial_loss_scale}")
 
@@ -111,28 +110,6 @@ def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "grad_reduce_in_bf16", "contradicts --accumulate-allreduce-grads-in-fp32", "choose one")
     if cfg.grad_reduce_in_bf16 and not cfg.bf16:
         yield problem(cfg, "grad_reduce_in_bf16", "needs --bf16")
-
-
-def experts_fit_the_layout(cfg: PretrainConfig) -> Problems:
-    ep, tp = cfg.expert_model_parallel_size, cfg.tensor_model_parallel_size
-    if ep > 1 and cfg.num_experts is None:
-        yield problem(cfg, "expert_model_parallel_size", "needs --num-experts")
-    if cfg.num_experts is None:
-        return
-    if ep > 1 and cfg.num_experts % ep:
-        yield problem(cfg, "num_experts", f"is not a multiple of --expert-model-parallel-size {ep}")
-    if cfg.moe_router_topk > cfg.num_experts:
-        yield problem(cfg, "moe_router_topk", f"is larger than --num-experts {cfg.num_experts}")
-    if tp > 1 and not cfg.sequence_parallel:
-        reason = f"is required by experts with --tensor-model-parallel-size {tp}"
-        yield missing("sequence_parallel", reason, "add it")
-    if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
-        yield problem(cfg, "moe_pad_expert_input_to_capacity", "needs --moe-expert-capacity-factor")
-
-
-def latent_attention_excludes_groups(cfg: PretrainConfig) -> Problems:
-    if cfg.multi_latent_attention and cfg.group_query_attention:
-        yield problem(cfg, "group_query_attention", "contradicts --multi-latent-attention", "choose one")
 
 
 RULES: tuple[Rule, ...] = (
@@ -150,6 +127,4 @@ RULES: tuple[Rule, ...] = (
     one_precision_is_chosen,
     loss_scaling_is_for_fp16,
     gradients_reduce_in_one_format,
-    experts_fit_the_layout,
-    latent_attention_excludes_groups,
 )

@@ -6,9 +6,8 @@ them.
 
 from __future__ import annotations
 
-from megatron.core.config.cli import Problem, flags_of
-from megatron.training.config.availability import unavailable
-from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.core.config.cli import Problem
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules import (
     backends,
     checkpoints,
@@ -33,5 +32,4 @@ def check(cfg: PretrainConfig) -> list[Problem]:
         raise AssertionError("check() takes what resolve() returns")
     rules = (*RULES, *data.RULES) if cfg.needs_data else RULES
     problems = [problem for rule in rules for problem in rule(cfg)]
-    problems += unavailable(flags_of(*GROUPS), lambda field: getattr(cfg, field), cfg.explicit)
     return list({str(problem): problem for problem in problems}.values())

@@ -170,8 +170,6 @@ CHECKPOINTS = [
     row("--use-mp-args-from-checkpoint-args", gives(lambda run: len(run.groups["dp"]), 2),
         base=f"{LOAD} --use-checkpoint-args --tensor-model-parallel-size 2", ranks=2),
     row("--exit-on-missing-checkpoint", stops("--exit-on-missing-checkpoint", code=1), base="--load {out}"),
-    row("--ckpt-format torch", stops("--ckpt-format", code=2)),
-    row("--dist-ckpt-strictness log_all", stops("--dist-ckpt-strictness", code=2)),
     row("--override-opt_param-scheduler", accepts, rates(5e-3), base=f"{LOAD} --lr 5e-3"),
     row("--use-checkpoint-opt_param-scheduler", accepts, rates(1e-2), base=f"{LOAD} --lr 5e-3"),
 ]  # fmt: skip

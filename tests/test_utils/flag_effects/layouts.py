@@ -138,8 +138,6 @@ TENSOR_AND_CONTEXT = [
     row("--cp-comm-type a2a", says("AllToAllAttention"), changes("collectives"), base=CP, ranks=2),
     row("--hierarchical-context-parallel-sizes 4 1", group("cp_a2a", 0, 1, 2, 3), ranks=4,
         base="--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"),
-    row("--expert-model-parallel-size 2", stops("--expert-model-parallel-size", code=2)),
-    row("--expert-tensor-parallel-size 2", stops("--expert-tensor-parallel-size", code=2)),
     row("--distribute-saved-activations", calls("split_along_first_dim"), keeps("weights"), base=f"{TP} {FULL}",
         ranks=2, count=("megatron.core.transformer.recompute:split_along_first_dim",)),
     row("--no-gradient-accumulation-fusion", calls("accumulate_product", False), keeps_to_rounding("gradients"),
@@ -196,7 +194,5 @@ KERNELS = [
     Probe("--apex-parts norm", norm_kernel, "ApexNormalize", base="--dry-run"),
     Probe("--flash-attention-version 2", attention_kernel, "flash-attn 2", base="--dry-run --bf16"),
     Probe("--attention-backend flash", attention_kernel, "flash-attn 3", base="--dry-run --bf16"),
-    row("--cross-entropy-fusion-impl te", stops("--cross-entropy-fusion-impl", code=2)),
-    row("--spec a b", stops("--spec", code=2)),
 ]  # fmt: skip
 ROWS = [*TENSOR_AND_CONTEXT, *PIPELINE, *DATA_PARALLEL, *KERNELS]

@@ -81,11 +81,11 @@ def test_latent_attention_has_its_fields():
 
 def test_shared_fields_have_the_same_default_in_library_and_program():
     program, different = fields_of(PretrainConfig), set()
-    for cls in (MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
+    for cls in (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig):
         for name, field in fields_of(cls).items():
             if name in program and field.default != program[name].default:
                 different.add(name)
-    assert different == {"multi_latent_attention", "min_lr", "align_param_gather"}
+    assert different == {"min_lr"}
 
 
 @pytest.mark.parametrize(("text", "value"), [

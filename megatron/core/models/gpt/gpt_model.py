@@ -100,7 +100,7 @@ class GPTModel(MegatronModule):
         )  # fmt: skip
         with torch.device(_construction_device(config)):
             self._build(transformer_layer_spec, half_layers, position_embedding_type == "learned_absolute")
-            if config.perform_initialization and not config.init_model_with_meta_device:
+            if config.perform_initialization:
                 initialize_parameters(self, seed, self.groups)
 
     def _half_layers_of_this_stage(
@@ -236,8 +236,6 @@ class GPTModel(MegatronModule):
 
 
 def _construction_device(config: TransformerConfig) -> torch.device:
-    if config.init_model_with_meta_device:
-        return torch.device("meta")
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

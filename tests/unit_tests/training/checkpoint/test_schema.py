@@ -102,7 +102,8 @@ def test_settings_of_the_wrong_type_are_refused_before_they_are_used(two, forged
     path, content = forged
     stored = content["objects"]["args"]
     wanted = settings(two, use_checkpoint_args=True, num_layers=None, hidden_size=None)
-    for name in ("num_layers", "hidden_size", "swiglu", "normalization", "rotary_base", "moe_layer_freq", "vocab_file"):
+    names = "num_layers hidden_size swiglu normalization rotary_base window_attn_skip_freq vocab_file"
+    for name in names.split():
         for value in VALUES:
             rewritten(path, {**content, "objects": {**content["objects"], "args": {**stored, name: value}}})
             try:

@@ -62,7 +62,7 @@ def test_backend_follows_the_machine_unless_given(gpus, text, backend):
 
 
 def test_data_parallel_size_is_what_the_model_leaves():
-    cfg = resolved("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 4", 16)
+    cfg = resolved("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 16)
     assert cfg.data_parallel_size == 4 and cfg.global_batch_size == 8 and cfg.world_size == 16
 
 

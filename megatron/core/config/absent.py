@@ -1,0 +1,236 @@
+"""What a command line or a program may name although no field stands for it: one table, ``absent.tsv``, with the
+answers.
+
+Each row has five columns, separated by tabs: spellings (``--flag=value``: that value alone; none where only programs
+name it), status, number of values (empty: a switch), ``setting=default``, answer. The status is one of
+
+- ``not yet``: a capability that does not exist; refused unless left at its default. The answer names the capability.
+- ``no effect``: accepted, with one notice that gives the answer.
+- ``means``: an older spelling, read as the flags of the answer, in which ``*`` stands for its values.
+- ``retired``: refused; the answer says what to give instead.
+- ``other``: a flag of another program, which the answer names in front of what to give instead.
+- ``foreign``: Megatron-LM has this flag and this library has not. ``removed``: Megatron-LM had it.
+
+When a capability is built its row is deleted and a field is added; nothing else changes. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.core.config.cli import (
+    NO_SUGGESTION,
+    ConfigError,
+    FlagSpec,
+    Problem,
+    Segment,
+    normalize,
+    segments,
+    suggestion,
+)
+
+OPERANDS = "*"
+LEAVE_OUT = "leave it out"
+
+
+@dataclass(frozen=True)
+class Absent:
+    """One row of the table."""
+
+    names: tuple[str, ...]
+    status: str
+    nargs: str
+    settings: dict[str, Any]
+    answer: str
+
+    @property
+    def meaning(self) -> str:
+        """For the flag reference and for notices."""
+        if self.status == "not yet":
+            return f"{self.answer} not available yet"
+        if self.status == "no effect":
+            return f"accepted without effect: {self.answer}"
+        if self.status == "means":
+            return "means " + " ".join("..." if token == OPERANDS else token for token in self.answer.split())
+        program, _, fix = self.answer.partition(": ")
+        return f"refused: {fix} (a flag of {program})" if self.status == "other" else f"refused: {self.answer}"
+
+    def refusal(self, typed: str) -> Problem:
+        """The answer to a flag that cannot be read as anything."""
+        if self.status == "other":
+            program, _, fix = self.answer.partition(": ")
+            return Problem(typed, f"is a flag of {program}", fix=fix)
+        reason = {
+            "retired": "is not a flag any more",
+            "foreign": "exists in Megatron-LM, is not available here",
+            "removed": "was removed from Megatron-LM",
+        }[self.status]
+        return Problem(typed, reason, fix=self.answer or LEAVE_OUT)
+
+
+def _value(text: str) -> Any:
+    """A number, list, bool or None where ``text`` spells one, else ``text``."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
+
+
+def _row(line: str) -> Absent:
+    names, status, nargs, settings, answer = line.split("\t")
+    pairs = (setting.split("=") for setting in settings.split())
+    return Absent(tuple(names.split()), status, nargs, {name: _value(default) for name, default in pairs}, answer)
+
+
+@functools.cache
+def rows() -> tuple[Absent, ...]:
+    """The table."""
+    lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
+    return tuple(_row(line) for line in lines if not line.startswith("#"))
+
+
+@functools.cache
+def by_name() -> dict[str, Absent]:
+    """Rows by normalized spelling: ``-`` for ``_``, lower case but for values."""
+    return {name: row for row in rows() for name in row.names}
+
+
+@functools.cache
+def settings() -> dict[str, Absent]:
+    """Rows by the name that programs give to the setting."""
+    return {name: row for row in rows() for name in row.settings}
+
+
+def _spec(row: Absent) -> FlagSpec:
+    """How a row's flag is read, for the rows that are accepted at all."""
+    field = next(iter(row.settings), row.names[0][2:].replace("-", "_"))
+    default = row.settings.get(field)
+    nargs = None if row.nargs in ("", "1") else row.nargs
+    on = next((name for name in row.names if default is True and name[2:].replace("-", "_") == field), None)
+    return FlagSpec(
+        field, tuple(name for name in row.names if name != on), default, _value, "custom" if row.nargs else "bool", (),
+        nargs, True, None, on, None, None, Absent,
+    )  # fmt: skip
+
+
+@functools.cache
+def specs() -> tuple[FlagSpec, ...]:
+    """Flags that are read, and then refused or accepted without effect."""
+    accepted = (row for row in rows() if row.status in ("not yet", "no effect") and row.names)
+    return tuple(_spec(row) for row in accepted if "=" not in row.names[0])
+
+
+@functools.cache
+def renamed() -> dict[str, str]:
+    """Plain renames, which hold in files too."""
+    older = {name: row.answer.split() for row in rows() if row.status == "means" for name in row.names}
+    return {name: tokens[0] for name, tokens in older.items() if tokens[1:] == [OPERANDS]}
+
+
+def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment], list[str], list[Problem]]:
+    """Reads older spellings of a command line as today's, and answers what cannot be read; ``known`` is left alone.
+
+    What comes of a rewrite goes to the front, so that today's spelling wins where both are given.
+
+    Returns:
+        the command line in today's flags, one notice per spelling or value that is read otherwise, and the refusals.
+    """
+    front: list[str] = []
+    kept: list[Segment] = []
+    notices: list[str] = []
+    problems: list[Problem] = []
+    for segment in found:
+        name = segment.name.lower()
+        of_value = by_name().get(f"{name}={' '.join(segment.operands)}")
+        row = of_value or (None if segment.name in known else by_name().get(name))
+        if row is None:
+            kept.append(segment)
+        elif row.status == "means":
+            notices.append(f"{segment.typed} {row.meaning}")
+            for token in row.answer.split():
+                front += segment.operands if token == OPERANDS else [token]
+        elif row.status not in ("not yet", "no effect"):
+            problems.append(row.refusal(segment.typed))
+        elif of_value is None:
+            kept.append(replace(segment, typed=name))
+        elif row.status == "not yet":
+            problems.append(Problem(segment.typed, f"{row.answer} not available yet", segment.operands[0], LEAVE_OUT))
+        else:
+            notices.append(f"{' '.join(segment.tokens)} {row.meaning}")
+    first, bad_operands = segments(front)
+    return first + kept, notices, problems + bad_operands
+
+
+def answers(values: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
+    """Notices and refusals for the settings of this table among ``values``; those at their default need none."""
+    notices: list[str] = []
+    problems: list[Problem] = []
+    for spec in specs():
+        if spec.field not in values or values[spec.field] == spec.default:
+            continue
+        row = by_name()[spec.names[0]]
+        if row.status == "not yet":
+            shown = {} if spec.is_bool else {"value": values[spec.field]}
+            problems.append(Problem(spec.names[0], f"{row.answer} not available yet", fix=LEAVE_OUT, **shown))
+        else:
+            notices.append(f"{spec.names[0]} {row.meaning}")
+    return notices, problems
+
+
+def defaults() -> dict[str, Any]:
+    """What a program reads of settings that no field stands for: a capability that is off."""
+    foreign = (name[2:].replace("-", "_") for row in rows() if row.status == "foreign" for name in row.names)
+    return dict.fromkeys(foreign) | {name: row.settings[name] for name, row in settings().items()}
+
+
+def explain(problem: Problem, known: Iterable[str]) -> Problem:
+    """An unknown flag with the likeliest spelling: a flag that exists first, since old names, and those of other
+    programs, are rarely meant."""
+    name = normalize(problem.flag)
+    older = [older for row in rows() if row.status in ("means", "retired", "other") for older in row.names]
+    candidates = (suggestion(name, names) for names in (known, older))
+    fix = next((each for each in candidates if each != NO_SUGGESTION), NO_SUGGESTION)
+    return replace(problem, fix=fix)
+
+
+class TakesSettings(type):
+    """Metaclass of a library configuration: the constructor takes, and objects have, the settings of this table by the
+    names that Megatron-LM's configurations have for them; of subclasses too, which programs derive.
+
+    A capability that is not there is refused (:class:`ConfigError`) unless it is left at its default, or off.
+    """
+
+    def __init__(cls, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
+        super().__init__(name, bases, members)
+        if not any(isinstance(base, TakesSettings) for base in bases):
+            for setting, row in settings().items():
+                if setting not in members.get("__annotations__", {}):
+                    setattr(cls, setting, row.settings[setting])
+
+    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """The constructor's arguments in this library's words; a class may say what else they mean."""
+        return given
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        given = cls.in_our_words(given)
+        own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        others = {name: given.pop(name) for name in sorted(given.keys() & defaults().keys() - own)}
+        if problems := [problem for name, value in others.items() for problem in _refused(name, value)]:
+            raise ConfigError(problems)
+        made = super().__call__(*args, **given)
+        vars(made).update(others)
+        return made
+
+
+def _refused(name: str, value: Any) -> Iterator[Problem]:
+    row = settings().get(name)
+    if row is None:
+        if value:
+            yield Problem(name, "exists in Megatron-LM, is not available here", value, LEAVE_OUT)
+    elif row.status == "not yet" and value != row.settings[name] and value is not None:
+        yield Problem(name, f"{row.answer} not available yet", value, LEAVE_OUT)

@@ -1,0 +1,146 @@
+"""The table of what has no field: every row is well formed, and command lines and programs get its answers."""
+
+import logging
+
+import pytest
+
+from megatron.core.config import absent
+from megatron.core.config.cli import ConfigError, flag_table, normalize
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.training.arguments import flag_specs, parse_args
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100 "
+)
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+FLAGS = flag_table(flag_specs())
+
+
+def problems_of(text, **options):
+    with pytest.raises(ConfigError) as caught:
+        parse_args((TINY + text).split(), **options)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_rows_are_well_formed():
+    statuses = {"not yet", "no effect", "means", "retired", "other", "foreign", "removed"}
+    for row in absent.rows():
+        assert row.status in statuses and (row.names or row.settings), row
+        assert row.answer or row.status in ("foreign", "removed"), row
+        assert row.status != "not yet" or row.answer.endswith((" is", " are")), row
+        assert row.status != "other" or ": " in row.answer, row
+
+
+def test_no_spelling_stands_twice_or_beside_a_field():
+    names = [name for row in absent.rows() for name in row.names]
+    assert len(names) == len(set(names))
+    assert not {name for name in names if "=" not in name} & set(FLAGS)
+    assert {name.partition("=")[0] for name in names if "=" in name} <= {*FLAGS, *names}
+    settings = [name for row in absent.rows() for name in row.settings]
+    assert len(settings) == len(set(settings))
+    assert not set(settings) & {spec.field for spec in flag_specs()}
+
+
+def test_older_spellings_lead_to_flags_that_are_answered():
+    targets = {token for row in absent.rows() if row.status == "means" for token in row.answer.split()}
+    read = {*FLAGS, *flag_table(absent.specs())}
+    assert {normalize(token) for token in targets if token.startswith("--")} <= read
+
+
+def text_of(spec, value):
+    return f"{spec.names[0]} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+@pytest.mark.parametrize("spec", [each for each in absent.specs() if not each.is_bool], ids=lambda spec: spec.names[0])
+def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog):
+    row = absent.by_name()[spec.names[0]]
+    if spec.default is not None:
+        assert parse_args((TINY + text_of(spec, spec.default)).split()) is not None
+        assert not caplog.records
+    if row.status == "not yet":
+        assert problems_of(text_of(spec, "77")) == [f"{spec.names[0]} 77: {row.answer} not available yet; leave it out"]
+        return
+    with caplog.at_level(logging.WARNING):
+        assert getattr(parse_args((TINY + text_of(spec, "77")).split()), spec.field) in (77, [77])
+    assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
+
+
+@pytest.mark.parametrize("spec", [each for each in absent.specs() if each.is_bool], ids=lambda spec: spec.names[0])
+def test_a_switch_is_answered(spec, caplog):
+    row = absent.by_name()[spec.names[0]]
+    if row.status == "not yet":
+        assert problems_of(spec.names[0]) == [f"{spec.names[0]}: {row.answer} not available yet; leave it out"]
+    else:
+        with caplog.at_level(logging.WARNING):
+            assert getattr(parse_args((TINY + spec.names[0]).split()), spec.field) is not spec.default
+        assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
+
+
+def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
+    assert problems_of("--optimizer muon") == ["--optimizer muon: this optimizer is not available yet; leave it out"]
+    assert "is not available yet" in problems_of("--rerun-mode report_stats")[0]
+    assert parse_args((TINY + "--rerun-mode disabled --spec local --expert-tensor-parallel-size 1").split())
+
+
+def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
+    path = tmp_path / "settings.yaml"
+    path.write_text("num_experts: 8\nasync_save: true\nmoe_router_topk: 2\n")
+    expected = ["--num-experts 8: mixture of experts is not available yet; leave it out"]
+    assert problems_of(f"--yaml-cfg {path}") == expected
+    assert problems_of("", args_defaults={"num_experts": 8}) == expected
+    path.write_text("async_save: true\n")
+    with caplog.at_level(logging.WARNING):
+        assert parse_args(f"{TINY} --yaml-cfg {path}".split()).async_save
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["--async-save accepted without effect"]
+
+
+def test_typing_mistakes_are_told_from_flags_that_are_not_there():
+    assert problems_of("--num-expert 3")[0] == "--num-expert: unknown flag; did you mean --num-experts?"
+    assert "did you mean --hidden-size or" in problems_of("--hiden-size 3")[0]
+    assert problems_of("--mtp-num-layers 1")[0].startswith("--mtp-num-layers: exists in Megatron-LM, is not available")
+
+
+def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
+    config = TransformerConfig(**SIZES, num_moe_experts=None, moe_router_topk=2, fp8=None, batch_p2p_comm=True,
+                               deallocate_pipeline_outputs=True, mtp_num_layers=None)  # fmt: skip
+    assert config.num_moe_experts is None and config.moe_grouped_gemm is False and config.deallocate_pipeline_outputs
+    assert MLATransformerConfig(**SIZES, kv_lora_rank=32).v_head_dim == 128
+    assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
+    assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
+    with pytest.raises(ConfigError) as caught:
+        TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", mtp_num_layers=1)
+    assert sorted(str(problem) for problem in caught.value.problems) == [
+        "fp8 hybrid: fp8 is not available yet; leave it out",
+        "mtp_num_layers 1: exists in Megatron-LM, is not available here; leave it out",
+        "num_moe_experts 8: mixture of experts is not available yet; leave it out",
+    ]
+    with pytest.raises(TypeError, match="hiden_size"):
+        TransformerConfig(**SIZES, hiden_size=3)
+
+
+def silu(x):
+    return x
+
+
+def test_programs_may_use_the_words_of_megatron():
+    config = TransformerConfig(**SIZES, activation_func=silu, gated_linear_unit=True, bias_activation_fusion=False,
+                               layernorm_zero_centered_gamma=True, num_layers_in_first_pipeline_stage=1)  # fmt: skip
+    assert config.swiglu and config.gated_linear_unit and not config.bias_swiglu_fusion and config.apply_layernorm_1p
+    assert config.decoder_first_pipeline_num_layers == 1
+    with pytest.raises(ConfigError, match="plain silu is not available; gelu and squared_relu"):
+        TransformerConfig(**SIZES, activation_func=silu)
+
+
+def test_a_derived_configuration_takes_them_too():
+    import dataclasses
+
+    @dataclasses.dataclass
+    class Derived(TransformerConfig):
+        mine: int = 1
+
+    config = Derived(**SIZES, mine=2, layernorm_epsilon=1e-6, num_moe_experts=None)
+    assert (config.mine, config.norm_epsilon) == (2, 1e-6)
+    assert dataclasses.replace(config, mine=3).norm_epsilon == 1e-6
