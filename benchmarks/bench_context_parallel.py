@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.dot_product_attention import make_core_attention
+from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
@@ -131,9 +131,9 @@ def largest_error(shape: Shape, form: str, groups: ProcessGroups, device: torch.
     """Largest relative difference (norms) of outputs and gradients from one rank's."""
     size, rank = groups.cp.size, groups.cp.rank
     whole = shape.tensors(device)
-    alone = step(make_core_attention(shape.config(1, "p2p"), 1), whole)
+    alone = step(CoreAttention(shape.config(1, "p2p"), 1), whole)
     local = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in whole]
-    found = step(make_core_attention(shape.config(size, form), 1, groups=groups), local)
+    found = step(CoreAttention(shape.config(size, form), 1, groups=groups), local)
     expected = [zigzag.local_part(x, rank, size, dim=0) for x in alone]
     pairs = zip(found, expected, strict=True)
     return max(((x.double() - y.double()).norm() / y.double().norm()).item() for x, y in pairs)
@@ -142,7 +142,7 @@ def largest_error(shape: Shape, form: str, groups: ProcessGroups, device: torch.
 def measure(shape: Shape, form: str, groups: ProcessGroups, repeats: int, device: torch.device) -> dict[str, float]:
     """One row of the table."""
     size, rank = groups.cp.size, groups.cp.rank
-    core = make_core_attention(shape.config(size, form), 1, groups=groups)
+    core = CoreAttention(shape.config(size, form), 1, groups=groups)
     inputs = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in shape.tensors(device)]
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (  # the first that matches counts
     ),
     Rule(ROPE, r"rope|rotary", r"(?i)rope\b|rotary"),
     Rule(ACTIVATION, r"silu|glu_|gelu|relu|gated", r"(?i)silu|glu\b|gelu|_gated|squared_?relu|aten::relu"),
-    Rule(DROPOUT, r"dropout", r"(?i)dropout|_ScaleByMask"),
+    Rule(DROPOUT, r"dropout", r"(?i)dropout|ScaleByMask"),
     Rule(EMBEDDING, r"embedding|index_?select", r"(?i)embedding|aten::(index_select|_?index_put)"),
     Rule(ATTENTION_FORWARD, r"\bsoftmax", r"aten::_?softmax"),  # plain attention's
     Rule(

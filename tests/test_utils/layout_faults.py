@@ -227,7 +227,7 @@ def context_parallel_rank_forgets_the_others(rank):
 
 def attention_gradients_of_blocks_are_off(rank):
     """The blocks of context-parallel attention compute the gradient of keys with an error of one percent."""
-    where = module("megatron.core.attention.context_parallel.kernels").BlockwiseTorch
+    where = module("megatron.core.attention.kernels.unfused").UnfusedAttention
     correct = where.backward
 
     def off(self, *arguments):

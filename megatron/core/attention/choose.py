@@ -1,100 +1,74 @@
-"""Which kernel computes attention: chosen once, from everything that the choice depends on, with the reason in words.
+"""Which kernel computes attention: chosen once, from everything that the choice depends on, with the reasons in words.
 
-On Hopper cuDNN's kernels are 1.6 times as fast as FlashAttention 2, which torch's own flash kernels are, and about as
-fast as FlashAttention 3. A chosen kernel is the only one that may run: where it cannot, the call fails and says why.
-Two things are left to other kernels, call by call, since cuDNN is reported to get their gradients wrong
-(``dot_product_attention.SDPAttention``): dense masks, and lengths that are no multiples of 128.
-
-Legend: d head dim.
+One list of candidates for what was asked for, best first; each kernel's file says whether it can serve, or why not.
 """
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend
 
-from megatron.core.attention.window import Window, layer_window
+from megatron.core.attention.context_parallel.bands import bands_are_right
+from megatron.core.attention.kernels import flash_attn, flash_attn_4, torch_sdpa
+from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Form, Kernel, Request
+from megatron.core.attention.kernels.unfused import UnfusedAttention
+from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.extensions.flash_attn import INSTALL, installed_versions
+from megatron.core.extensions.flash_attn import installed_versions
 
-Kernel = Literal["unfused", "torch", "cudnn", "flash", "efficient", "math", "flash-attn 2", "flash-attn 3"]
+logger = logging.getLogger(__name__)
 
-TITLES: dict[Kernel, str] = {
+TITLES = {
+    **torch_sdpa.TITLES,
     "unfused": "unfused torch operations",
-    "torch": "torch SDPA",
-    "cudnn": "cuDNN through torch SDPA",
-    "flash": "torch's flash kernel (FlashAttention 2)",
-    "efficient": "torch's memory-efficient kernel",
-    "math": "torch SDPA, matrix products",
     "flash-attn 2": "flash-attn, FlashAttention 2",
     "flash-attn 3": "flash-attn, FlashAttention 3",
+    "flash-attn 4": "flash-attn, FlashAttention 4",
 }
-SDPA_BACKENDS: dict[Kernel, SDPBackend] = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
+_SUPPORTS: dict[str, Callable[[Request], str | None]] = {
+    "cudnn": torch_sdpa.cudnn_supports,
+    "flash": torch_sdpa.flash_supports,
+    "efficient": torch_sdpa.efficient_supports,
+    "math": lambda request: None,
+    "unfused": lambda request: None,
+    "flash-attn 2": lambda request: flash_attn.supports(2, request),
+    "flash-attn 3": lambda request: flash_attn.supports(3, request),
+    "flash-attn 4": flash_attn_4.supports,
 }
-SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 class Choice(NamedTuple):
     """A kernel and why."""
 
-    kernel: Kernel
+    kernel: str
     reason: str
 
     def __str__(self) -> str:
         return f"{TITLES[self.kernel]} ({self.reason})"
 
 
-@dataclass(frozen=True)
-class Request:
-    """Everything that the choice depends on."""
-
-    backend: str
-    """``--attention-backend``."""
-    dtype: torch.dtype
-    channels: int
-    """Head dim."""
-    capability: tuple[int, int] | None
-    """Compute capability of the GPU; None: there is none."""
-    window: Window | None = None
-    dropout: float = 0.0
-    deterministic: bool = False
-    flash_version: int | None = None
-    """``--flash-attention-version``."""
-    flash_packages: tuple[int, ...] = ()
-    """Versions of flash-attn that are installed."""
-
-    @property
-    def situation(self) -> str:
-        """``sm_90, bfloat16, head dim 128``."""
-        where = "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
-        words = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
-        words += [] if self.window is None else ["window {},{}".format(*self.window)]
-        return ", ".join(words + (["deterministic"] if self.deterministic else []))
-
-
-def request_of(config: TransformerConfig, layer_number: int) -> Request:
+def request_of(config: TransformerConfig, layer_number: int, form: Form = "whole") -> Request:
     """What a layer (from 1) of a configuration asks for on this machine."""
     assert config.kv_channels is not None
+    on_gpu = torch.cuda.is_available()
+    usable = {4: on_gpu and flash_attn_4.is_usable()}
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,
         channels=config.kv_channels,
-        capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
+        capability=torch.cuda.get_device_capability() if on_gpu else None,
         window=layer_window(config.window_size, config.window_attn_skip_freq, layer_number),
         dropout=config.attention_dropout,
         deterministic=config.deterministic_mode or torch.are_deterministic_algorithms_enabled(),
         flash_version=config.flash_attention_version,
-        flash_packages=installed_versions(),
+        flash_packages=tuple(version for version in installed_versions() if usable.get(version, True)),
+        form=form,
     )
 
 
@@ -102,7 +76,7 @@ def choose_kernel(request: Request) -> Choice:
     """The kernel of a layer.
 
     Raises:
-        ValueError: what was asked for by name cannot serve, with the reason.
+        UserError: what was asked for by name cannot serve, with the reason.
     """
     if request.backend in ("unfused", "local"):
         return Choice("unfused", f"--attention-backend {request.backend}")
@@ -110,120 +84,120 @@ def choose_kernel(request: Request) -> Choice:
         reason = f"--attention-dropout {request.dropout:g}: kernels would draw masks that depend on the layout"
         return Choice("unfused", reason)
     if request.flash_version is not None:
-        return _flash_package(request, request.flash_version)
+        return _version_asked_for(request, request.flash_version)
     if request.capability is None:
-        return Choice("torch", request.situation)
-    if request.dtype not in SIXTEEN_BIT:
-        return _wide(request)
-    if request.window is not None:  # SDPA would need a mask of the whole sequence: s^2 memory and time
-        return _windowed(request)
-    return {"fused": _cudnn_or_refuse, "flash": _flash}.get(request.backend, _fastest)(request)
-
-
-def _flash_package(request: Request, version: int) -> Choice:
-    flag = f"--flash-attention-version {version}"
-    if request.backend == "fused":
-        raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
-    if version not in request.flash_packages:
-        raise UserError(f"{flag}: the package is not installed; install it: {INSTALL.get(version, 'see its pages')}")
-    if request.capability is None or request.dtype not in SIXTEEN_BIT:
-        raise UserError(f"{flag} takes bfloat16 or float16 on a GPU, not {request.situation}; leave the flag out")
-    if version == 3 and request.capability != (9, 0):
-        raise UserError(f"{flag} is for Hopper (sm_90), not {request.situation}; leave the flag out")
-    _check_flash_heads(request, flag)
-    return Choice("flash-attn 3" if version == 3 else "flash-attn 2", f"{flag}; {request.situation}")
-
-
-def _wide(request: Request) -> Choice:
-    """float32 and float64 on a GPU."""
-    if request.backend in ("fused", "flash"):
+        return Choice("unfused" if request.blocks else "torch", request.situation)
+    if request.dtype not in SIXTEEN_BIT and request.backend in ("fused", "flash"):
         raise UserError(
             f"--attention-backend {request.backend} takes bfloat16 or float16, not {request.situation}; train with "
             "--bf16, or choose --attention-backend auto"
         )
-    return Choice("efficient" if _efficient_takes(request) else "math", request.situation)
+    return _first_that_serves(request)
 
 
-def _windowed(request: Request) -> Choice:
-    if not _flash_takes(request):
-        kernel: Kernel = "efficient" if _efficient_takes(request) else "math"
-        return Choice(kernel, f"{request.situation}: no flash kernel takes such heads")
-    return _flash(request)
+def _version_asked_for(request: Request, version: int) -> Choice:
+    flag, name = f"--flash-attention-version {version}", f"flash-attn {version}"
+    if request.backend == "fused":
+        raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
+    if name not in _SUPPORTS:
+        raise UserError(f"{flag}: there is no such version; give 2, 3 or 4")
+    if reason := _SUPPORTS[name](request):
+        raise UserError(f"{flag}: {reason} ({request.situation}); or leave the flag out")
+    return Choice(name, f"{flag}; {request.situation}")
 
 
-def _cudnn_or_refuse(request: Request) -> Choice:
-    if reason := _cudnn_refuses(request):
-        raise UserError(f"--attention-backend fused: {reason} ({request.situation}); choose --attention-backend auto")
-    return Choice("cudnn", request.situation)
+def _first_that_serves(request: Request) -> Choice:
+    refused: dict[str, str] = {}
+    for name in _candidates(request):
+        reason = _SUPPORTS[name](request)
+        if reason is None:
+            others = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
+            return Choice(name, "; ".join([request.situation, *others, *_remarks(name, request)]))
+        refused[name] = reason
+    reasons = f"{'; '.join(refused.values())} ({request.situation})"
+    raise UserError(f"--attention-backend {request.backend}: {reasons}; choose --attention-backend auto")
 
 
-def _flash(request: Request) -> Choice:
-    _check_flash_heads(request, f"--attention-backend {request.backend}")
-    if request.backend == "flash" and 3 in request.flash_packages and request.capability == (9, 0):
-        return Choice("flash-attn 3", f"{request.situation}; installed, and twice as fast as FlashAttention 2")
-    return Choice("flash", request.situation)
-
-
-def _fastest(request: Request) -> Choice:
+def _candidates(request: Request) -> Iterator[str]:
+    """Best first. Packages that are not installed are not spoken of."""
     assert request.capability is not None
-    if request.capability >= (9, 0):
-        refused = _cudnn_refuses(request)
-        if not refused:
-            return Choice("cudnn", request.situation)
-        return Choice(_without_cudnn(request), f"{request.situation}: {refused}")
-    return Choice(_without_cudnn(request), request.situation)
+    banded = request.window is not None and not request.blocks
+    if request.dtype in SIXTEEN_BIT:
+        packages = {"flash": (4, 3), "auto": (4,)}.get(request.backend, ())
+        yield from (f"flash-attn {version}" for version in packages if version in request.flash_packages)
+        # cuDNN through SDPA would need a mask of the whole sequence for a window: s^2 memory and time
+        if not banded and (request.backend == "fused" or (request.backend == "auto" and _is_hopper(request))):
+            yield "cudnn"
+        if request.backend != "fused" or banded:
+            yield "flash"
+    if request.backend == "auto" or banded:
+        yield from ("unfused",) if request.blocks else ("efficient", "math")
 
 
-def _without_cudnn(request: Request) -> Kernel:
-    return "flash" if _flash_takes(request) else "efficient" if _efficient_takes(request) else "math"
+def _is_hopper(request: Request) -> bool:
+    return request.capability is not None and request.capability >= (9, 0)
 
 
-def _efficient_takes(request: Request) -> bool:
-    """Rows of heads are read in pieces of 16 bytes."""
-    return request.dtype != torch.float64 and request.channels * request.dtype.itemsize % 16 == 0
+def _remarks(name: str, request: Request) -> Iterator[str]:
+    """What else a user should know of a choice."""
+    if name == "flash-attn 3":
+        yield "installed, and twice as fast as FlashAttention 2"
+    if name != "flash-attn 4":
+        return
+    if request.backend == "auto":
+        length, other = flash_attn_4.MEASURED_LENGTH, choose_kernel(without_version_4(request)).kernel
+        yield f"from {length} tokens on, else {TITLES[other]}"
+    yield "kernels are compiled in the first iteration, about 6 s each"
 
 
-def _cudnn_refuses(request: Request) -> str:
-    """Why cuDNN cannot train with such heads; empty where it can."""
-    assert request.capability is not None
-    if request.deterministic:
-        return "cuDNN's backward pass does not repeat its bits"
-    if request.capability < (8, 0):
-        return "cuDNN's attention needs sm_80"
-    if request.channels % 8 or request.channels > 128:
-        return "cuDNN's backward pass takes head dims that are multiples of 8 up to 128"
-    return ""
+def without_version_4(request: Request) -> Request:
+    """The request of a machine that lacks flash-attn-4."""
+    return replace(request, flash_packages=tuple(version for version in request.flash_packages if version != 4))
 
 
-def _flash_takes(request: Request) -> bool:
-    assert request.capability is not None
-    return request.capability >= (8, 0) and request.channels % 8 == 0 and request.channels <= 256
+def make_kernel(config: TransformerConfig, layer_number: int, scale: float, form: Form) -> tuple[Choice, Kernel]:
+    """The choice for a layer, and the kernel with everything set but tensors and mask.
 
-
-def _check_flash_heads(request: Request, flag: str) -> None:
-    if not _flash_takes(request):
-        raise UserError(
-            f"{flag}: flash kernels take head dims that are multiples of 8 up to 256 from sm_80 on, not "
-            f"{request.situation}; choose --attention-backend auto"
+    Raises:
+        UserError: as :func:`choose_kernel`.
+    """
+    request = request_of(config, layer_number, form)
+    choice = choose_kernel(request)
+    has_bands = form == "ring" and request.window is not None and choice.kernel != "unfused"
+    if has_bands and not _bands_are_right_here(choice.kernel, request.channels, request.dtype):
+        reason = "this GPU's flash kernels are wrong on the bands of a ring with a sliding window"
+        logger.warning(
+            "context parallelism: %s; using plain torch there (--cp-comm-type allgather is faster)", reason
         )
+        choice = Choice("unfused", reason)
+    return choice, _build(choice, request, scale, config, layer_number)
 
 
-def refusal(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> UserError:
-    """Why torch says that a kernel cannot take these tensors [b, a, s, d]."""
-    ask = {
-        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
-        "flash": torch.backends.cuda.can_use_flash_attention,
-        "efficient": torch.backends.cuda.can_use_efficient_attention,
-    }.get(kernel)
-    reasons: list[str] = []
-    if ask is not None:
-        grouped = query.shape[1] != key.shape[1]
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ask(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped), debug=True)
-        reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
-    shapes = f"query {list(query.shape)}, key and value {list(key.shape)}, {query.dtype}"
-    return UserError(
-        f"attention: {TITLES[kernel]} was chosen but does not take {shapes}: "
-        f"{' '.join(reasons) or 'torch gives no reason'}; choose another --attention-backend"
-    )
+def _build(choice: Choice, request: Request, scale: float, config: TransformerConfig, layer_number: int) -> Kernel:
+    name, deterministic = choice.kernel, config.deterministic_mode
+    if name == "unfused":
+        return UnfusedAttention(
+            scale, layer_scale=float(layer_number) if config.apply_query_key_layer_scaling else 1.0,
+            softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
+        )  # fmt: skip
+    if name == "flash-attn 4":
+        kernel = flash_attn_4.FlashAttention4(scale, deterministic=deterministic)
+        if request.backend != "auto" or request.flash_version is not None:
+            return kernel
+        plain = without_version_4(request)
+        otherwise = _build(choose_kernel(plain), plain, scale, config, layer_number)
+        assert isinstance(otherwise, FlashKernel)
+        return flash_attn_4.WhereFaster(kernel, otherwise)
+    if name.startswith("flash-attn"):
+        return flash_attn.FlashAttentionPackage(int(name[-1]), scale, deterministic=deterministic)
+    return torch_sdpa.TorchAttention(name, scale, by_name=config.attention_backend == "fused")
+
+
+@functools.lru_cache(maxsize=16)
+def _bands_are_right_here(name: str, channels: int, dtype: torch.dtype) -> bool:
+    """Whether the current GPU's kernels are right on the bands of rings, found out once."""
+    scale = channels**-0.5
+    kernel: FlashKernel = torch_sdpa.TorchAttention(name, scale)
+    if name == "flash-attn 4":
+        kernel = flash_attn_4.FlashAttention4(scale)
+    return bands_are_right(kernel, scale, channels, dtype, torch.device("cuda"))

@@ -1,34 +1,55 @@
-"""Which keys a query may see, as bool masks (True: may not).
+"""The mask as data: causality, a window, documents; never a tensor of all pairs but on the plain path.
 
-Legend: q query positions, k key positions.
+A query sees a key of its own document within a band around its position. Padded rows are documents too: what is used,
+and the rest (:meth:`PackedSeqParams.of_lengths`).
+
+Legend: b batch, s sequence, q query positions, k key positions.
 """
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from megatron.core.attention.window import Window
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.tiles import Bounds, Tile, Visibility
 
 
-def hidden_mask(
-    num_queries: int, num_keys: int, *, causal: bool, window: Window | None, device: torch.device | None = None
-) -> Tensor | None:
-    """[q, k], or None where everything is seen. The last query stands at the last key's position."""
-    left, right = window or (-1, -1)
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
-    if left < 0 and right < 0:
-        return None
-    distance = torch.arange(num_keys, device=device)[None, :] - torch.arange(
-        num_keys - num_queries, num_keys, device=device
-    ).unsqueeze(1)
-    mask = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
-    if right >= 0:
-        mask |= distance > right
-    if left >= 0:
-        mask |= distance < -left
-    return mask
+@dataclass(frozen=True)
+class Mask:
+    """Which keys the queries of a batch may see."""
+
+    visibility: Visibility = Visibility()
+    documents: PackedSeqParams | None = None
+    """Of whole sequences, also where ranks hold parts of them."""
+    hidden: Tensor | None = None
+    """Bool, True where hidden, broadcasts to [b, a, q, k] and adds to the rest; plain path only."""
+
+    @property
+    def bounds(self) -> Bounds | None:
+        """The documents' boundaries on the host; None without documents."""
+        return None if self.documents is None else self.documents.document_bounds()
+
+
+@functools.lru_cache(maxsize=4)  # all layers of a kind ask for the same
+def _hidden_pairs(
+    num_queries: int, num_keys: int, left: int | None, right: int | None, device: torch.device | None
+) -> Tensor:
+    distance = torch.arange(num_keys, device=device) - torch.arange(num_queries, device=device).unsqueeze(1)
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left is not None:
+        hidden |= distance < -left
+    if right is not None:
+        hidden |= distance > right
+    return hidden
+
+
+def hidden_pairs(tile: Tile, device: torch.device | None = None) -> Tensor | None:
+    """[q, k], True where the tile's band hides a pair; None where it hides none."""
+    return None if tile.is_full else _hidden_pairs(tile.num_queries, tile.num_keys, tile.left, tile.right, device)
 
 
 def document_mask(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:

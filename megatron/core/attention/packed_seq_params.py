@@ -25,6 +25,15 @@ class PackedSeqParams:
     bounds: tuple[int, ...] | None = None
     """``cu_seqlens_q`` on the host: reading it from a GPU would wait for it."""
 
+    @classmethod
+    def of_lengths(cls, lengths: Tensor, length: int) -> PackedSeqParams:
+        """Rows of ``length`` tokens of which the first ``lengths`` (int [b]) count: padding is a document by itself, so
+        that no token sees it."""
+        starts = torch.arange(0, len(lengths) * length, length, device=lengths.device)
+        bounds = torch.stack((starts, starts + lengths), dim=1).flatten()
+        bounds = torch.nn.functional.pad(bounds, (0, 1), value=len(lengths) * length).to(torch.int32)
+        return cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
+
     def document_bounds(self) -> tuple[int, ...] | None:
         """``cu_seqlens_q`` as integers, read from its device once; None without documents."""
         if self.bounds is None and self.cu_seqlens_q is not None:

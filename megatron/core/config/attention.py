@@ -62,12 +62,12 @@ class AttentionConfig:
     """Attention"""
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    """Kernel that computes attention: a flash kernel (the flash-attn package's version 3 where it is installed, else
-    torch's), the fused kernel of cuDNN, plain matrix products, our reference (the same), or the fastest of torch's own.
-    What was chosen, and why, is printed at the start."""
+    """Kernel that computes attention: a flash kernel (the flash-attn package's version 4 or 3 where it is installed,
+    else torch's), the fused kernel of cuDNN, plain matrix products, our reference (the same), or what was measured to
+    be the fastest. What was chosen, and why, is printed at the start."""
 
-    flash_attention_version: Literal[2, 3] | None = None
-    """Compute attention with this version of the flash-attn package: 2, or 3 for Hopper."""
+    flash_attention_version: Literal[2, 3, 4] | None = None
+    """Compute attention with this version of the flash-attn package: 2, 3 for Hopper, or 4 for Hopper and Blackwell."""
 
     attention_dropout: Probability = 0.1
     """Dropout probability of the attention weights."""

@@ -1,7 +1,7 @@
 """Implementations of the modules that fill a layer spec: one frozen row each, and what a built model uses.
 
 ``local`` needs nothing beyond torch. ``transformer_engine`` needs the package of that name; asking for it where it is
-missing says what to install. The attention kernel is a choice of its own (``transformer/attention_kernels.py``), which
+missing says what to install. The attention kernel is a choice of its own (``attention/choose.py``), which
 ``local`` follows; Transformer Engine chooses among its own.
 """
 
@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.core.attention.context_parallel.attention import ContextParallelAttention
-from megatron.core.attention.dot_product_attention import CoreAttention, make_core_attention
+from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -54,7 +53,7 @@ def transformer_engine_attention(
         UserError: variables that contradict ``attention_backend``.
     """
     if config.context_parallel_size > 1 or config.attention_backend == "local" or config.attention_dropout:
-        return make_core_attention(config, layer_number, attn_mask_type, groups)
+        return CoreAttention(config, layer_number, attn_mask_type, groups)
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():
         if os.environ.setdefault(name, value) != value:
@@ -90,7 +89,7 @@ def transformer_engine_layer(
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "local": Backend(
-            "local", ColumnParallelLinear, RowParallelLinear, make_norm, make_core_attention, TransformerLayer
+            "local", ColumnParallelLinear, RowParallelLinear, make_norm, CoreAttention, TransformerLayer
         ),
         te.NAME: Backend(
             te.NAME, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, transformer_engine_attention,
@@ -155,11 +154,9 @@ def _words_of_parts(module: nn.Module) -> Iterator[str]:
 def _attention_of(layer: TransformerLayer) -> str:
     core = getattr(layer.self_attention, "core_attention", None)
     if isinstance(core, CoreAttention):
-        return str(core.choice)
+        return core.description
     if isinstance(core, te.TEDotProductAttention):
         return "Transformer Engine, which chooses its kernel (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 shows it)"
-    if isinstance(core, ContextParallelAttention):
-        return f"{type(core.form).__name__} over the ranks that share a sequence"
     return type(core).__name__
 
 

@@ -15,7 +15,7 @@ from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 from megatron.core.fusions.dropout_add import Draw, dropout_add_triton
 from megatron.core.random.philox import DropoutStream
 
-_COUNTERS_PER_PASS = 1 << 14
+COUNTERS_PER_PASS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DropoutCoordinates:
     """Global position of each query of attention on this rank: more than the above under sequence parallelism."""
 
 
-class _ScaleByMask(torch.autograd.Function):
+class ScaleByMask(torch.autograd.Function):
     """x * mask * scale, keeping only the bool mask for backward."""
 
     @staticmethod
@@ -58,7 +58,7 @@ class Dropout(nn.Module):
         self._drop = ByDevice(self._drop_in_kernel, self._drop_plain) if fused else self._drop_plain
 
     def _scaled(self, x: Tensor, mask: Tensor) -> Tensor:
-        return _ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
+        return ScaleByMask.apply(x, mask, 1.0 / (1.0 - DropoutStream.exact_rate(self.rate)))
 
     def _checked(self, coordinates: DropoutCoordinates | None) -> DropoutCoordinates:
         if coordinates is None:
@@ -78,7 +78,7 @@ class Dropout(nn.Module):
     def _drop_plain(self, x: Tensor, at: DropoutCoordinates, residual: Tensor | None) -> Tensor:
         features = range(x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
+        step = max(1, COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
         for first in range(0, len(x), step):
             position = at.position_s[first : first + step, None, None]
             sample = at.sample_b[None, :, None]
@@ -92,31 +92,6 @@ class Dropout(nn.Module):
 
 def _added(x: Tensor, residual: Tensor | None) -> Tensor:
     return x if residual is None else residual + x
-
-
-class AttentionDropout(Dropout):
-    """Dropout of attention weights; the mask also depends on the global head and the key's position."""
-
-    def __init__(self, rate: float, *site: str | int, first_head: int = 0) -> None:
-        super().__init__(rate, *site)
-        self.first_head = first_head
-
-    def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
-        """``x`` [b, heads, queries, keys], keys at positions 0, 1, ..."""
-        if not self.training:
-            return x
-        at = self._checked(coordinates)
-        keys = range(x.shape[-1])
-        position = at.query_position_s[None, :, None]
-        rows = torch.arange(self.first_head, self.first_head + x.shape[1], device=x.device)[:, None, None]
-        mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        step = max(1, _COUNTERS_PER_PASS * 8 // max(1, x[0, 0].numel()))
-        for batch in range(x.shape[0]):
-            for first in range(0, x.shape[1], step):
-                mask[batch, first : first + step] = at.stream.keep_mask(
-                    self.rate, self.site, at.sample_b[batch], position, rows[first : first + step], keys
-                )
-        return _added(self._scaled(x, mask), residual)
 
 
 class NoDropout(nn.Module):

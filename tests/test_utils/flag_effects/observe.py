@@ -203,8 +203,9 @@ def _note_build(run, parts):
     run.initial = _weights(parts)
     for chunk in parts.model:
         for module in unwrapped(chunk).modules():
-            name = type(module).__name__
-            run.modules[name] = run.modules.get(name, 0) + 1
+            parts_of_it = [module, getattr(getattr(module, "form", None), "kernel", None)]  # attention's
+            for name in (type(each).__name__ for each in parts_of_it if each is not None):
+                run.modules[name] = run.modules.get(name, 0) + 1
             run.kernels |= {kernel for value in vars(module).values() if (kernel := _kernel(value))}
         run.stored |= {name: tuple(each.shape) for name, each in unwrapped(chunk).named_parameters()}
         for buffer in getattr(chunk, "grad_buffers", ()):
@@ -252,6 +253,7 @@ def _note_end(run, parts):
 def _noting_steps(run, parts):
     import torch
 
+    from megatron.core.attention.dropout import WeightDropout
     from megatron.core.distributed import unwrapped
 
     update = parts.optimizer.update
@@ -289,8 +291,16 @@ def _noting_steps(run, parts):
         hooks.register_module_forward_pre_hook(noting_start), hooks.register_module_forward_hook(noting_forward),
     ]  # fmt: skip
     parts.optimizer.update = noting_update
+    drawn = WeightDropout.keep
+
+    def noting_keep(dropout, *arguments):
+        keep = drawn(dropout, *arguments)
+        run.zeros.setdefault("WeightDropout", 1.0 - float(keep.double().mean()))
+        return keep
+
     try:
-        yield
+        with mock.patch.object(WeightDropout, "keep", noting_keep):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -91,7 +91,7 @@ ROWS = [
     row("--mscale 2", yarn_tables(mscale=2.0), changes("losses"), base=YARN),
     row("--mscale-all-dim 2", yarn_tables(mscale_all_dim=2.0), changes("losses"), base=YARN),
     row("--attention-backend unfused", gives(modules("UnfusedAttention"), 2), keeps_to_rounding("losses", "gradients")),
-    row("--attention-dropout 0.5", gives(lambda run: run.zeros.get("AttentionDropout", 0) > 0.5, True),
+    row("--attention-dropout 0.5", gives(lambda run: round(run.zeros.get("WeightDropout", 0), 1), 0.5),
         changes("losses"), keeps("initial"), base="--attention-backend unfused"),
     row("--attention-softmax-in-fp32", changes("gradients"), keeps("initial"), base=f"{BF16} {ATTENTION} unfused"),
     row("--apply-query-key-layer-scaling", changes("gradients"), keeps("initial"),

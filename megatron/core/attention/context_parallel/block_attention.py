@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.context_parallel.exchange import NeighbourExchange
-from megatron.core.attention.context_parallel.kernels import BlockKernel, FusedBlocks, WeightDropout
-from megatron.core.attention.context_parallel.packing import Segments, group_tiles, segments
-from megatron.core.attention.context_parallel.tiles import Tile
+from megatron.core.attention.dropout import WeightDropout
+from megatron.core.attention.kernels.base import FlashKernel, Kernel
+from megatron.core.attention.packing import Segments, group_tiles, segments
+from megatron.core.attention.tiles import Tile
 from megatron.core.fusions.merge_attention import merge_attention_
 from megatron.core.fusions.sum_parts import sum_parts
 
@@ -48,7 +49,7 @@ def _at_keys(x: Tensor, tile: Tile) -> Tensor:
     return _heads_first(x)[_rows(tile), :, tile.key : tile.key + tile.num_keys]
 
 
-def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: BlockKernel) -> tuple[tuple[Tile, ...], list[Segments]]:
+def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Tile, ...], list[Segments]]:
     """Tiles for single calls, and documents for calls of a kernel that takes many of them."""
     if not kernel.packs_documents or not tiles or tiles[0].row is None:
         return tiles, []
@@ -58,7 +59,7 @@ def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: BlockKernel) -> tuple[tup
 class OnlineSoftmax:
     """Attention of local queries [s, b, a, d], block of keys after block of keys."""
 
-    def __init__(self, query: Tensor, kernel: BlockKernel, dropout: WeightDropout | None = None) -> None:
+    def __init__(self, query: Tensor, kernel: Kernel, dropout: WeightDropout | None = None) -> None:
         self.query, self.kernel, self.dropout = query, kernel, dropout
         dtype = accumulator_dtype(query.dtype)
         self.out = torch.empty(query.shape, dtype=dtype, device=query.device)
@@ -95,7 +96,7 @@ class OnlineSoftmax:
         return self.out.to(self.query.dtype), self.lse
 
     def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:
-        assert isinstance(self.kernel, FusedBlocks)
+        assert isinstance(self.kernel, FlashKernel)
         self._start()
         query = _tokens(self.query).index_select(0, at.query_index)
         key, value = (_tokens(x).index_select(0, at.key_index) for x in (key, value))
@@ -198,7 +199,7 @@ class BlockGradients:
     """Backward of the same: the gradient of local queries adds up here, those of a block's keys and values go back."""
 
     def __init__(
-        self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: BlockKernel,
+        self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: Kernel,
         dropout: WeightDropout | None = None
     ) -> None:  # fmt: skip
         self.kernel, self.dropout = kernel, dropout
@@ -225,7 +226,7 @@ class BlockGradients:
         return self._grad_query.result()[0]
 
     def _add_packed(self, keys_values: Tensor, at: Segments, sums: GradientSum) -> None:
-        assert isinstance(self.kernel, FusedBlocks)
+        assert isinstance(self.kernel, FlashKernel)
         grad, query, out, lse = (
             _tokens(x).index_select(0, at.query_index) for x in (self.grad_out, self.query, self.out, self.lse)
         )

@@ -1,5 +1,6 @@
 """The forms of context-parallel attention: how ranks that share a sequence let queries meet all keys.
 
+``WholeSequence``       a ring of one rank: nothing travels, and the kernel's output is the result
 ``RingAttention``       keys and values travel round while each rank attends to the block it holds (Liu et al. 2023)
 ``AllGatherAttention``  every rank gathers all keys and values, again in backward, and keeps only its own
 ``AllToAllAttention``   heads are exchanged for sequence: each rank has whole sequences of some heads (Jacobs et al.
@@ -23,13 +24,16 @@ from torch import Tensor
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.attention.context_parallel.exchange import gather_heads, neighbour_exchange, scatter_heads
-from megatron.core.attention.context_parallel.kernels import BlockKernel, WeightDropout
-from megatron.core.attention.context_parallel.tiles import Bounds, Tile, Visibility, plan_tiles
+from megatron.core.attention.dropout import WeightDropout
+from megatron.core.attention.kernels.base import Kernel
+from megatron.core.attention.masks import Mask
+from megatron.core.attention.tiles import Tile, plan_tiles
+from megatron.core.config.errors import UserError
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import Group
 
 Attention = Callable[..., Tensor]
-"""``(query, key, value, documents, dropout) -> out``."""
+"""``(query, key, value, mask, dropout) -> out``."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class _Plan:
     """What one call of a form does: the tiles of each block of keys, and the means."""
 
     group: Group
-    kernel: BlockKernel
+    kernel: Kernel
     dropout: WeightDropout | None
     blocks: tuple[tuple[Tile, ...], ...]
 
@@ -124,22 +128,43 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
     return result
 
 
+def _without_dense_mask(mask: Mask) -> Mask:
+    if mask.hidden is not None:
+        raise UserError(
+            "attention_mask: ranks that share a sequence (context parallelism) take no dense masks; describe "
+            "documents by packed_seq_params, windows by window_size"
+        )
+    return mask
+
+
+class WholeSequence:
+    """Attention where no rank shares a sequence."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
+        """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
+        return self.kernel.attend(query, key, value, mask, dropout)
+
+
 class RingAttention:
     """Keys and values go round ``group``; the transfer of the next block runs beside the computation of this one."""
 
-    def __init__(self, group: Group, visibility: Visibility, kernel: BlockKernel) -> None:
-        self.group, self.visibility, self.kernel = group, visibility, kernel
+    def __init__(self, group: Group, kernel: Kernel) -> None:
+        self.group, self.kernel = group, kernel
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None = None,
-        dropout: WeightDropout | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
-        size, rank = self.group.size, self.group.rank
+        size, rank, mask = self.group.size, self.group.rank, _without_dense_mask(mask)
         length = query.shape[0] * size
         spans = [zigzag.spans(length, (rank - step) % size, size) for step in range(size)]
         blocks = tuple(
-            plan_tiles(spans[0], keys, self.visibility, length, documents, dropout is None) for keys in spans
+            plan_tiles(spans[0], keys, mask.visibility, length, mask.bounds, dropout is None) for keys in spans
         )
         return _Ring.apply(query, key, value, _Plan(self.group, self.kernel, dropout, blocks))
 
@@ -147,17 +172,16 @@ class RingAttention:
 class AllGatherAttention:
     """All keys and values on every rank, for the time of one layer's attention."""
 
-    def __init__(self, group: Group, visibility: Visibility, kernel: BlockKernel) -> None:
-        self.group, self.visibility, self.kernel = group, visibility, kernel
+    def __init__(self, group: Group, kernel: Kernel) -> None:
+        self.group, self.kernel = group, kernel
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None = None,
-        dropout: WeightDropout | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
-        length = query.shape[0] * self.group.size
+        length, mask = query.shape[0] * self.group.size, _without_dense_mask(mask)
         queries = zigzag.spans(length, self.group.rank, self.group.size)
-        tiles = plan_tiles(queries, ((0, length),), self.visibility, length, documents, dropout is None)
+        tiles = plan_tiles(queries, ((0, length),), mask.visibility, length, mask.bounds, dropout is None)
         return _AllGather.apply(query, key, value, _Plan(self.group, self.kernel, dropout, (tiles,)))
 
 
@@ -179,9 +203,9 @@ class AllToAllAttention:
         self.group, self.inner = group, inner
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, documents: Bounds | None = None,
-        dropout: WeightDropout | None = None,
-    ) -> Tensor:  # fmt: skip
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
+        mask = _without_dense_mask(mask)
         query, key, value = scatter_heads((query, key, value), self.group)
-        return gather_heads(self.inner(query, key, value, documents, dropout), self.group)
+        return gather_heads(self.inner(query, key, value, mask, dropout), self.group)

@@ -4,13 +4,16 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from megatron.core.attention import choose as attention_kernels
-from megatron.core.attention.choose import Request, choose_kernel
-from megatron.core.attention.dot_product_attention import FlashAttention, UnfusedAttention, make_core_attention
+from megatron.core.attention.choose import choose_kernel
+from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.kernels.base import Request
+from megatron.core.attention.kernels.flash_attn import FlashAttentionPackage
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
+from megatron.core.extensions import flash_attn
 from tests.test_utils import fake_attention
+from tests.test_utils.reference_attention import reference_attention
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
@@ -83,18 +86,18 @@ def test_what_was_asked_for_by_name_is_refused_where_it_cannot_serve(changes, me
 def test_cudnn_gets_only_what_it_computes_right(backend, lengths, mask, kernels, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    core = make_core_attention(
+    core = CoreAttention(
         TransformerConfig(
             num_layers=1, hidden_size=64, num_attention_heads=1, attention_dropout=0.0, params_dtype=torch.bfloat16,
             attention_backend=backend,
         ), 1,
     )  # fmt: skip
-    assert core._kernels(*lengths, mask) == kernels
+    assert core.form.kernel._kernels(*lengths, mask) == kernels
     if backend == "fused":
         with pytest.raises(ValueError, match="--attention-backend fused: 192 queries .* multiples of 128"):
-            core._kernels(192, 192, None)
+            core.form.kernel._kernels(192, 192, None)
         with torch.no_grad():  # it is the backward pass that goes wrong
-            assert core._kernels(192, 192, None) == [SDPBackend.CUDNN_ATTENTION]
+            assert core.form.kernel._kernels(192, 192, None) == [SDPBackend.CUDNN_ATTENTION]
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -107,9 +110,10 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
         attention_dropout=0.0, window_size=window, flash_attention_version=version, attention_backend="flash",
     )  # fmt: skip
     hopper = request(backend="flash", flash_version=version, flash_packages=(version,), channels=8)
-    monkeypatch.setattr("megatron.core.attention.dot_product_attention.request_of", lambda *_: hopper)
-    core, reference = make_core_attention(config, 1, mask_type), UnfusedAttention(config, 1, mask_type)
-    assert isinstance(core, FlashAttention) and core.choice.kernel == f"flash-attn {version}"
+    reference = reference_attention(config, 1, mask_type)
+    monkeypatch.setattr("megatron.core.attention.choose.request_of", lambda *_: hopper)
+    core = CoreAttention(config, 1, mask_type)
+    assert isinstance(core.form.kernel, FlashAttentionPackage) and core.choice.kernel == f"flash-attn {version}"
     query, key, value = (torch.randn(9, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     documents = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 9, 10, 18], dtype=torch.int32), max_seqlen_q=8)
     for packed in (None, documents):
@@ -126,6 +130,6 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
 
 
 def test_a_missing_package_is_found_without_importing(monkeypatch):
-    assert 2 not in attention_kernels.installed_versions() or pytest.importorskip("flash_attn")
+    assert 2 not in flash_attn.installed_versions() or pytest.importorskip("flash_attn")
     fake_attention.install(monkeypatch, 3)
-    assert 3 in attention_kernels.installed_versions()
+    assert 3 in flash_attn.installed_versions()

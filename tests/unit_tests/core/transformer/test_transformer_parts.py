@@ -3,8 +3,11 @@
 import pytest
 import torch
 
-from megatron.core.attention.dot_product_attention import SDPAttention, UnfusedAttention, make_core_attention
-from megatron.core.attention.masks import document_mask, hidden_mask
+from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.kernels.torch_sdpa import TorchAttention
+from megatron.core.attention.kernels.unfused import UnfusedAttention
+from megatron.core.attention.masks import document_mask, hidden_pairs
+from megatron.core.attention.tiles import Visibility, whole_tile
 from megatron.core.attention.window import layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
@@ -15,6 +18,7 @@ from megatron.core.transformer.initial_values import embedding_init, output_weig
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, can_be_cut
+from tests.test_utils.reference_attention import reference_attention
 
 DOUBLE = torch.float64
 
@@ -28,7 +32,7 @@ def make_config(**overrides):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, (2, 0), (1, 2), (-1, 1), (2, -1)])
 def test_masks_hide_what_the_definition_hides(queries, keys, causal, window):
-    mask = hidden_mask(queries, keys, causal=causal, window=window)
+    mask = hidden_pairs(whole_tile(queries, keys, Visibility(causal, window)))
     left, right = window or (-1, -1)
     for q in range(queries):
         for k in range(keys):
@@ -56,25 +60,26 @@ def test_layers_with_a_window(skip, layers):
 def test_fused_and_unfused_cores_agree(mask_type, window):
     config = make_config(num_query_groups=2, window_size=window)
     query, key, value = torch.randn(9, 2, 4, 6, dtype=DOUBLE), *torch.randn(2, 9, 2, 2, 6, dtype=DOUBLE)
-    fused = SDPAttention(config, 1, mask_type)(query, key, value)
-    unfused = UnfusedAttention(config, 1, mask_type)(query, key, value)
-    torch.testing.assert_close(fused, unfused)
+    fused = CoreAttention(config, 1, mask_type)
+    assert isinstance(fused.form.kernel, TorchAttention)
+    unfused = reference_attention(config, 1, mask_type)(query, key, value)
+    torch.testing.assert_close(fused(query, key, value), unfused)
 
 
 def test_the_core_is_chosen_once_by_configuration():
-    assert isinstance(make_core_attention(make_config(), 1), SDPAttention)
-    assert isinstance(make_core_attention(make_config(attention_backend="unfused"), 1), UnfusedAttention)
-    assert isinstance(make_core_attention(make_config(attention_dropout=0.1), 1), UnfusedAttention)
+    for backend, kernel in {"auto": TorchAttention, "unfused": UnfusedAttention}.items():
+        assert isinstance(CoreAttention(make_config(attention_backend=backend), 1).form.kernel, kernel)
+    assert isinstance(CoreAttention(make_config(attention_dropout=0.1), 1).form.kernel, UnfusedAttention)
     with pytest.raises(ValueError, match="context_parallel_size"):
-        make_core_attention(make_config(context_parallel_size=2), 1)
+        CoreAttention(make_config(context_parallel_size=2), 1)
 
 
 def test_layer_scaling_keeps_float16_scores_finite_and_changes_no_result():
     config = make_config(apply_query_key_layer_scaling=True)
     q, k, v = torch.randn(3, 5, 1, 4, 6, dtype=DOUBLE)
-    torch.testing.assert_close(UnfusedAttention(config, 7)(q, k, v), UnfusedAttention(make_config(), 7)(q, k, v))
+    torch.testing.assert_close(reference_attention(config, 7)(q, k, v), reference_attention(make_config(), 7)(q, k, v))
     large = torch.full((4, 1, 4, 6), 200.0, dtype=torch.float16)
-    assert UnfusedAttention(config, 48)(large, large, large).isfinite().all()
+    assert reference_attention(config, 48)(large, large, large).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -63,6 +63,14 @@ class Visibility(NamedTuple):
         return left, 0 if self.causal else right
 
 
+def whole_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
+    """All queries against all keys of one sequence; the last query stands at the last key's position."""
+    (before, after), shift = visibility.limits, num_keys - num_queries
+    left = None if before is None or before >= num_keys - 1 else before - shift
+    right = None if after is None or after >= num_queries - 1 else after + shift
+    return Tile(None, 0, num_queries, 0, num_keys, left, right, shift, 0)
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_tiles(
     query_spans: Spans,

@@ -1,15 +1,17 @@
 """Groups of two levels, slices of batches, and what is refused before anything runs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.compat.training_utils import get_batch_on_this_cp_rank
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.context_parallel.attention import comm_type_of_layer
-from megatron.core.attention.dot_product_attention import make_core_attention
+from megatron.core.attention.context_parallel.attention import comm_type_of_layer, layout_of_layer
+from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import RankGrid
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
 
 
 def two_levels(rank, size):
@@ -67,16 +69,16 @@ def refusals(rank, size):
     groups = parallel_state.initialize_model_parallel(context_parallel_size=size)
     with pytest.raises(ValueError, match="num_query_groups 1: cp_comm_type a2a gives 2 ranks"):
         one_group = make_config(context_parallel_size=2, num_query_groups=1, cp_comm_type=["a2a"])
-        make_core_attention(one_group, 1, groups=groups)
+        CoreAttention(one_group, 1, groups=groups)
     with pytest.raises(ValueError, match="hierarchical_context_parallel_sizes"):
-        make_core_attention(make_config(context_parallel_size=2, cp_comm_type=["a2a+p2p"]), 1, groups=groups)
+        CoreAttention(make_config(context_parallel_size=2, cp_comm_type=["a2a+p2p"]), 1, groups=groups)
     with pytest.raises(ValueError, match="context_parallel_size 1: the process groups are of 2 ranks"):
-        make_core_attention(make_config(), 1, groups=groups)
-    core = make_core_attention(make_config(context_parallel_size=2), 1, groups=groups)
+        CoreAttention(make_config(), 1, groups=groups)
+    core = CoreAttention(make_config(context_parallel_size=2), 1, groups=groups)
     query = torch.zeros(4, 1, 4, 6)
     with pytest.raises(ValueError, match="attention_mask"):
         core(query, query, query, torch.zeros(4, 4, dtype=torch.bool))
-    dropping = make_core_attention(make_config(context_parallel_size=2, attention_dropout=0.1), 1, groups=groups)
+    dropping = CoreAttention(make_config(context_parallel_size=2, attention_dropout=0.1), 1, groups=groups)
     with pytest.raises(ValueError, match="coordinates"):
         dropping(query, query, query)
 
@@ -95,3 +97,19 @@ def test_sizes_of_two_levels_make_up_the_ranks():
 def test_a_list_of_forms_counts_layers_of_the_whole_model():
     assert [comm_type_of_layer(["a2a", "p2p"], layer) for layer in (1, 2)] == ["a2a", "p2p"]
     assert comm_type_of_layer(["allgather"], 7) == comm_type_of_layer("allgather", 7) == "allgather"
+
+
+@pytest.mark.parametrize(
+    ("kind", "levels", "needs"),
+    [("p2p", (), "ring"), ("allgather", (), "gather"), ("a2a", (), "whole"), ("a2a+p2p", (1, 2), "ring"),
+     ("a2a+p2p", (2, 1), "whole")],
+)  # fmt: skip
+def test_only_rings_and_gathers_merge_blocks(kind, levels, needs):
+    """Only such kernels must give log-sum-exps, and only rings with a window make bands that not all get right."""
+    groups = {
+        name: Group(name, ranks=tuple(range(size)), rank=0)
+        for name, size in {"cp": 2, **dict(zip(("cp_a2a", "cp_p2p"), levels))}.items()
+    }
+    config = make_config(cp_comm_type=kind, context_parallel_size=2)
+    assert layout_of_layer(config, 1, replace(SINGLE_PROCESS, **groups)).needs == needs
+    assert layout_of_layer(config, 1, SINGLE_PROCESS).needs == "whole"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.core.attention.context_parallel.tiles import Tile
+from megatron.core.attention.tiles import Tile
 
 Group = tuple[Tile, ...]
 

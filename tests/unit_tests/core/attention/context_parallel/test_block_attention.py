@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from megatron.core.attention.context_parallel import kernels, zigzag
+from megatron.core.attention import choose
+from megatron.core.attention.choose import choose_kernel, make_kernel
+from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
-from megatron.core.attention.context_parallel.kernels import (
-    BlockwiseTorch,
-    FusedBlocks,
-    bands_are_right_here,
-    make_block_kernel,
-)
-from megatron.core.attention.context_parallel.tiles import Tile, Visibility, plan_tiles
+from megatron.core.attention.kernels.base import Request
+from megatron.core.attention.kernels.torch_sdpa import TorchAttention
+from megatron.core.attention.kernels.unfused import UnfusedAttention
+from megatron.core.attention.tiles import Tile, Visibility, plan_tiles
+from megatron.core.config.transformer_config import TransformerConfig
 
 SIZE, BATCH, HEADS, GROUPS = 4, 2, 8, 2
 DOCUMENT_LENGTHS = [100, 3, 409, 256, 256, 1, 700, 300, 23]  # two rows of 1024
@@ -74,8 +74,8 @@ def test_merged_blocks_of_fused_kernels_equal_attention_over_everything(
 ):
     inputs = tensors(1024, channels, torch.bfloat16, "cuda")
     documents = DOCUMENTS if packed else None
-    exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], visibility, documents, 1)
-    found = play_ring(FusedBlocks(0.1, preferred), inputs, visibility, documents, SIZE, whole_keys)
+    exact = play_ring(UnfusedAttention(0.1), [x.float() for x in inputs], visibility, documents, 1)
+    found = play_ring(TorchAttention(preferred, 0.1), inputs, visibility, documents, SIZE, whole_keys)
     output, *gradients = errors(found, exact)
     assert output < 5e-3 and max(gradients) < 2e-2, (output, gradients)
 
@@ -109,7 +109,7 @@ def raw_flash_errors(tile, window):
     generator = torch.Generator().manual_seed(4)
     sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
     q, k, v, g = (torch.randn(1, *size, 64, generator=generator).to("cuda", torch.bfloat16) for size in sizes)
-    plain, fused = BlockwiseTorch(0.1), FusedBlocks(0.1, "flash")
+    plain, fused = UnfusedAttention(0.1), TorchAttention("flash", 0.1)
     out, lse = plain.forward(q, k, v, tile)
     sees = lse.isfinite()
     out, lse = (x.where(sees.view(*sees.shape, *[1] * (x.dim() - 3)), 0.0) for x in (out, lse))
@@ -127,15 +127,25 @@ def raw_flash_errors(tile, window):
 @pytest.mark.gpu
 def test_bands_of_rings_are_right_on_this_gpu():
     for channels, dtype in [(64, torch.bfloat16), (128, torch.float16), (256, torch.bfloat16)]:
-        assert bands_are_right_here("flash" if channels > 128 else "cudnn", channels, dtype), (channels, dtype)
+        assert choose._bands_are_right_here("flash" if channels > 128 else "cudnn", channels, dtype), (channels, dtype)
 
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeypatch, right):
+    asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(kernels, "bands_are_right_here", lambda *arguments: right)
-    kernel = make_block_kernel(0.1, "auto", torch.bfloat16, channels=64, dropout_rate=0.0, ring_window=True)
-    assert type(kernel) is (FusedBlocks if right else BlockwiseTorch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(choose, "_bands_are_right_here", lambda *arguments: asked.append(arguments) or right)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=1, params_dtype=torch.bfloat16, attention_dropout=0.0,
+        window_size=(8, 0),
+    )  # fmt: skip
+    choice, kernel = make_kernel(config, 1, 0.1, "ring")
+    assert type(kernel) is (TorchAttention if right else UnfusedAttention)
+    assert right or "wrong on the bands" in str(choice)
+    assert asked == [("cudnn", 64, torch.bfloat16)]
+    make_kernel(config, 1, 0.1, "gather")
+    assert len(asked) == 1  # only rings make bands that not every flash kernel gets right
 
 
 @pytest.mark.parametrize(
@@ -143,45 +153,40 @@ def test_a_ring_with_a_window_has_fused_blocks_only_where_they_are_right(monkeyp
     [
         ("auto", torch.bfloat16, 128, 0.0, "cudnn"), ("auto", torch.float16, 64, 0.0, "cudnn"),
         ("flash", torch.bfloat16, 128, 0.0, "flash"), ("auto", torch.bfloat16, 136, 0.0, "flash"),
-        ("auto", torch.bfloat16, 256, 0.0, "flash"), ("auto", torch.bfloat16, 264, 0.0, None),
-        ("auto", torch.bfloat16, 100, 0.0, None), ("auto", torch.bfloat16, 128, 0.1, None),
-        ("auto", torch.float32, 128, 0.0, None), ("unfused", torch.bfloat16, 128, 0.0, None),
-        ("local", torch.bfloat16, 128, 0.0, None),
+        ("auto", torch.bfloat16, 256, 0.0, "flash"), ("auto", torch.bfloat16, 264, 0.0, "unfused"),
+        ("auto", torch.bfloat16, 100, 0.0, "unfused"), ("auto", torch.bfloat16, 128, 0.1, "unfused"),
+        ("auto", torch.float32, 128, 0.0, "unfused"), ("unfused", torch.bfloat16, 128, 0.0, "unfused"),
+        ("local", torch.bfloat16, 128, 0.0, "unfused"), ("auto", torch.float64, 64, 0.0, "unfused"),
     ],
 )  # fmt: skip
-def test_fused_kernels_are_chosen_for_16_bit_types_on_a_gpu(monkeypatch, backend, dtype, channels, rate, chosen):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    kernel = make_block_kernel(1.0, backend, dtype, channels=channels, dropout_rate=rate)
-    assert (kernel.preferred if isinstance(kernel, FusedBlocks) else None) == chosen
+def test_fused_kernels_are_chosen_for_16_bit_types_on_a_gpu(backend, dtype, channels, rate, chosen):
+    for form in ("ring", "gather"):
+        assert choose_kernel(Request(backend, dtype, channels, (9, 0), dropout=rate, form=form)).kernel == chosen
+    assert choose_kernel(Request(backend, dtype, channels, None, dropout=rate, form="ring")).kernel == "unfused"
 
 
 @pytest.mark.parametrize("length, taken", [(1024, True), (1024 + 64, False)])
 def test_cudnn_gets_tiles_of_lengths_that_it_computes_right(length, taken):
     spans = [zigzag.spans(length, rank, 2) for rank in range(2)]
     tiles = [tile for keys in spans for tile in plan_tiles(spans[0], keys, Visibility(True), length)]
-    assert all(FusedBlocks(0.1)._takes_cudnn(tile) == taken for tile in tiles)
-    assert not any(FusedBlocks(0.1, "flash")._takes_cudnn(tile) for tile in tiles)
+    assert all(TorchAttention("cudnn", 0.1).takes_cudnn(tile) == taken for tile in tiles)
+    assert not any(TorchAttention("flash", 0.1).takes_cudnn(tile) for tile in tiles)
 
 
 @pytest.mark.parametrize("whole_keys", [False, True], ids=["ring", "all-gather"])
 @pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES.keys())
 def test_the_played_ring_equals_one_rank_in_float32(visibility, whole_keys):
     inputs = tensors(1024, 8, torch.float32, "cpu")
-    exact = play_ring(BlockwiseTorch(0.1), inputs, visibility, DOCUMENTS, 1)
-    found = play_ring(BlockwiseTorch(0.1), inputs, visibility, DOCUMENTS, SIZE, whole_keys)
+    exact = play_ring(UnfusedAttention(0.1), inputs, visibility, DOCUMENTS, 1)
+    found = play_ring(UnfusedAttention(0.1), inputs, visibility, DOCUMENTS, SIZE, whole_keys)
     assert max(errors(found, exact)) < 1e-5
-
-
-def test_plain_torch_serves_what_fused_kernels_do_not():
-    assert isinstance(make_block_kernel(1.0, "auto", torch.float64, channels=64, dropout_rate=0.0), BlockwiseTorch)
-    assert isinstance(make_block_kernel(1.0, "auto", torch.bfloat16, channels=64, dropout_rate=0.1), BlockwiseTorch)
 
 
 @pytest.mark.parametrize("form_of_rows", ["causal", "window"])
 def test_16_bit_inputs_are_merged_in_float32(form_of_rows):
     inputs = tensors(256, 16, torch.bfloat16, "cpu")
-    exact = play_ring(BlockwiseTorch(0.1), [x.float() for x in inputs], VISIBILITIES[form_of_rows], None, 1)
-    found = play_ring(BlockwiseTorch(0.1), inputs, VISIBILITIES[form_of_rows], None, SIZE)
+    exact = play_ring(UnfusedAttention(0.1), [x.float() for x in inputs], VISIBILITIES[form_of_rows], None, 1)
+    found = play_ring(UnfusedAttention(0.1), inputs, VISIBILITIES[form_of_rows], None, SIZE)
     assert max(errors(found, exact)) < 5e-3
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.context_parallel.tiles import Visibility, plan_tiles
+from megatron.core.attention.tiles import Visibility, plan_tiles
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

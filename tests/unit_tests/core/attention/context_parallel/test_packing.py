@@ -8,10 +8,14 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.context_parallel.bands import bands_are_right
 from megatron.core.attention.context_parallel.forms import AllGatherAttention, RingAttention
-from megatron.core.attention.context_parallel.kernels import BlockwiseTorch, FusedBlocks, bands_are_right
-from megatron.core.attention.context_parallel.packing import group_tiles, kernel_window
-from megatron.core.attention.context_parallel.tiles import Tile, Visibility, plan_tiles
+from megatron.core.attention.kernels.base import FlashKernel
+from megatron.core.attention.kernels.unfused import UnfusedAttention
+from megatron.core.attention.masks import Mask
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.packing import group_tiles, kernel_window
+from megatron.core.attention.tiles import Tile, Visibility, plan_tiles
 
 LENGTH, BATCH, HEADS, GROUPS, CHANNELS, SCALE = 32, 3, 4, 2, 6, 0.3
 DOCUMENTS = (0, 7, 8, 26, 32, 32, 45, 64, 65, 66, 96)
@@ -31,12 +35,12 @@ def kernel_limits(window, num_keys):
     return left, right
 
 
-class FlashInTorch(FusedBlocks):
+class FlashInTorch(FlashKernel):
     """torch's flash operators as their source has it (FlashAttention 2)."""
 
     def __init__(self):
-        super().__init__(SCALE, "flash")
-        self.reference, self.calls = BlockwiseTorch(SCALE), 0
+        super().__init__(SCALE)
+        self.reference, self.calls = UnfusedAttention(SCALE), 0
 
     def _pieces(self, tensors, shape, window):
         """(tile, tensors [1, a, n, d]) of each segment; ``shape`` as the operators take it."""
@@ -88,9 +92,9 @@ class FlashInTorch(FusedBlocks):
         return grads
 
 
-def results(form, inputs, documents):
+def results(form, inputs, mask):
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    output = form(*leaves, documents)
+    output = form(*leaves, mask)
     output.backward(inputs[3])
     return [output.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -103,9 +107,10 @@ def largest_difference(rank, size, form):
     local = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in whole]
     worst, alone = 0.0, parallel_state.get_process_groups().ep
     for visibility, documents in CASES:
-        expected = results(RingAttention(alone, visibility, BlockwiseTorch(SCALE)), whole, documents)
+        mask = Mask(visibility, None if documents is None else PackedSeqParams(bounds=documents))
+        expected = results(RingAttention(alone, UnfusedAttention(SCALE)), whole, mask)
         kernel = FlashInTorch()
-        found = results(form(groups.cp, visibility, kernel), local, documents)
+        found = results(form(groups.cp, kernel), local, mask)
         assert kernel.calls > 0
         for x, part in zip(expected, found, strict=True):
             part_of_whole = zigzag.local_part(x, rank, size, dim=0)
@@ -139,7 +144,7 @@ def errors_of(kernel, tile):
     generator = torch.Generator().manual_seed(3)
     sizes = [(HEADS, tile.num_queries), (GROUPS, tile.num_keys), (GROUPS, tile.num_keys), (HEADS, tile.num_queries)]
     q, k, v, g = (torch.randn(1, *size, CHANNELS, generator=generator, dtype=torch.float64) for size in sizes)
-    plain = BlockwiseTorch(SCALE)
+    plain = UnfusedAttention(SCALE)
     out, lse = plain.forward(q, k, v, tile)
     found = [kernel.forward(q, k, v, tile)[0], *kernel.backward(g, q, k, v, out, lse, tile)]
     expected = [out, *plain.backward(g, q, k, v, out, lse, tile)]

@@ -6,13 +6,14 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import forms, zigzag
-from megatron.core.attention.dot_product_attention import UnfusedAttention, make_core_attention
+from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tests.test_utils.reference_attention import reference_attention
 
 LENGTH, BATCH, CHANNELS = 32, 2, 6
 DOCUMENTS = [0, 7, 8, 26, 32, 32, 45, 64]
@@ -69,10 +70,10 @@ def largest_differences(rank, size, form, levels, heads, kv_groups):
     for name, case in CASES.items():
         case = dict(case)
         packed, mask = case.pop("packed", False), case.pop("mask", AttnMaskType.causal)
-        reference = UnfusedAttention(make_config(heads, kv_groups, **case), 2, mask)
+        reference = reference_attention(make_config(heads, kv_groups, **case), 2, mask)
         expected = attend(reference, whole, packed, torch.arange(LENGTH))
         config = make_config(heads, kv_groups, context_parallel_size=size, cp_comm_type=[form], **case)
-        core = make_core_attention(config, 2, mask, groups)
+        core = CoreAttention(config, 2, mask, groups)
         local = [zigzag.local_part(x, rank, size, dim=0) for x in whole]
         results = attend(core, local, packed, zigzag.positions(LENGTH, rank, size))
         parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected]

@@ -1,0 +1,62 @@
+"""Dropout of attention weights: the mask is a function of sample, layer, global head, query and key position.
+
+So no layout, block or form of context parallelism changes it. Kernels would draw masks of their own: only the plain one
+takes this.
+
+Legend: b batch, a heads (local), q queries, k keys of a tile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.tiles import Tile
+from megatron.core.random.dropout import COUNTERS_PER_PASS, ScaleByMask
+from megatron.core.random.philox import DropoutStream
+
+
+@dataclass(frozen=True)
+class WeightDropout:
+    """Inverted dropout of one layer's attention weights in one micro-batch."""
+
+    stream: DropoutStream
+    rate: float
+    site: tuple[str | int, ...]
+    first_head: int
+    """Global number of the first local head."""
+    sample_b: Tensor
+    """Global sample counter, int64 [b]."""
+
+    @property
+    def scale(self) -> float:
+        """What is kept is multiplied by it."""
+        return 1.0 / (1.0 - DropoutStream.exact_rate(self.rate))
+
+    def keep(self, tile: Tile, num_heads: int) -> Tensor:
+        """[b, a, q, k] bool. Tiles must not join stretches of the sequence."""
+        device = self.sample_b.device
+        samples = self.sample_b if tile.row is None else self.sample_b[tile.row : tile.row + 1]
+        positions = torch.arange(tile.query_position, tile.query_position + tile.num_queries, device=device)
+        heads = torch.arange(self.first_head, self.first_head + num_heads, device=device)[:, None, None]
+        keys = range(tile.key_position, tile.key_position + tile.num_keys)
+        mask = torch.empty(
+            len(samples), num_heads, tile.num_queries, tile.num_keys, dtype=torch.bool, device=device
+        )  # fmt: skip
+        step = max(1, COUNTERS_PER_PASS * 8 // max(1, tile.num_queries * tile.num_keys))
+        for row, sample in zip(mask, samples, strict=True):
+            for first in range(0, num_heads, step):
+                row[first : first + step] = self.stream.keep_mask(
+                    self.rate, self.site, sample, positions[None, :, None], heads[first : first + step], keys
+                )
+        return mask
+
+    def __call__(self, weights: Tensor, tile: Tile) -> Tensor:
+        """``weights`` [b, a, q, k]; differentiable, keeps the bool mask for backward."""
+        return ScaleByMask.apply(weights, self.keep(tile, weights.shape[1]), self.scale)
+
+    def factors(self, tile: Tile, num_heads: int, dtype: torch.dtype) -> Tensor:
+        """[b, a, q, k]: 0 where dropped, else 1 / (1 - rate)."""
+        return self.keep(tile, num_heads).to(dtype).mul_(self.scale)

@@ -1,0 +1,176 @@
+"""FlashAttention 4, the package flash-attn-4 (``flash_attn.cute``), for Hopper and Blackwell.
+
+Its kernels are Python that is compiled when it is first called, about 6 seconds each: one of forward and three of
+backward for each of causal, full, banded and packed. Nothing else imports the package, and this module imports it only
+when a model is built on a machine with a GPU.
+
+Chosen by itself where it was measured to be faster than cuDNN. On an H200, causal, bf16, 32 heads in 8 groups of 128
+channels, forward / backward in TFLOP/s: 8192 tokens 577 / 515 against 538 / 467, 32768 tokens 628 / 591 against
+596 / 532, but 4096 tokens 499 / 409 against 498 / 418.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.dropout import WeightDropout
+from megatron.core.attention.kernels.base import FlashKernel, Request
+from megatron.core.attention.masks import Mask
+from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.window import Window
+from megatron.core.config.errors import UserError
+from megatron.core.config.notices import notice
+from megatron.core.extensions.flash_attn import INSTALL, MODULES, installed_versions
+
+logger = logging.getLogger(__name__)
+
+MEASURED_CHANNELS, MEASURED_LENGTH = 128, 8192
+"""Where it was faster: heads of so many channels, causal squares of so many tokens and more."""
+
+
+def _interface() -> Any:
+    """The package's functions of tensors.
+
+    Raises:
+        UserError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(MODULES[4])
+    except (ImportError, OSError) as error:  # OSError: a native library
+        raise UserError(
+            f"flash-attn-4 is installed, but cannot be imported ({error}); install it anew: {INSTALL[4]}; or choose "
+            "--attention-backend fused"
+        ) from error
+
+
+@functools.cache
+def is_usable() -> bool:
+    """Whether the package is installed and can be imported; if it only is installed, says so once."""
+    try:
+        return 4 in installed_versions() and _interface() is not None
+    except UserError as error:
+        notice(logger, "attention: %s", error)
+        return False
+
+
+def supports(request: Request) -> str | None:
+    """Why the package cannot serve; None where it can."""
+    if 4 not in request.flash_packages:
+        return f"the package is not installed; install it: {INSTALL[4]}"
+    if request.capability is None or request.capability[0] not in (9, 10):
+        return "it is for Hopper and Blackwell (sm_90, sm_100)"
+    if not request.fits_flash:
+        return "it takes bfloat16 or float16 and head dims that are multiples of 8 up to 256"
+    by_name = request.backend != "auto" or request.flash_version is not None
+    return None if by_name else _unmeasured(request)
+
+
+def _unmeasured(request: Request) -> str | None:
+    """Why nobody knows it to be faster than cuDNN; None where it is."""
+    if request.capability != (9, 0) or request.channels != MEASURED_CHANNELS:
+        return f"it was measured on sm_90 with head dim {MEASURED_CHANNELS}"
+    if request.window is not None or request.deterministic:
+        return "it was not measured with windows and deterministic gradients"
+    return None
+
+
+class _Attention(torch.autograd.Function):
+    """The package's forward and backward functions; the log-sum-exp has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], deterministic: bool
+    ) -> tuple[Tensor, Tensor]:
+        out = None
+        if query.dim() == 4:  # dense in the order [s, b, a, e], so that [s, b, a * e] is a view
+            batch, length, heads, _ = query.shape
+            out = query.new_empty((length, batch, heads, value.shape[-1])).transpose(0, 1)
+        out, lse = _interface()._flash_attn_fwd(query, key, value, out=out, return_lse=True, **options)[:2]
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.options, ctx.deterministic = options, deterministic
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # else the log-sum-exp's would be zeros that nobody reads
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        query, key, value, out, lse = ctx.saved_tensors
+        grads = _gradients([grad, query, key, value, out], lse, ctx.options, ctx.deterministic)
+        return *grads, None, None
+
+
+def _gradients(tensors: list[Tensor], lse: Tensor, options: dict[str, Any], deterministic: bool) -> tuple:
+    grad, query, key, value, out = tensors
+    return _interface()._flash_attn_bwd(query, key, value, out, grad, lse, deterministic=deterministic, **options)
+
+
+class FlashAttention4(FlashKernel):
+    """flash-attn-4 for everything."""
+
+    def __init__(self, scale: float, *, deterministic: bool = False) -> None:
+        super().__init__(scale)
+        self.deterministic = deterministic
+
+    def _options(self, shape: tuple, window: Window) -> dict[str, Any]:
+        """A missing limit is None here; beside one on the other side, -1 would be a limit."""
+        left, right = (None if side < 0 else side for side in window)
+        options = {"softmax_scale": self.scale, "window_size_left": left, "window_size_right": right}
+        if shape[0] is None:
+            return options
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return {**options, **dict(zip(names, shape, strict=True))}
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(query, key, value, self._options(shape, window), self.deterministic)
+
+    def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
+        return _gradients(tensors, lse, self._options(shape, window), self.deterministic)
+
+
+class WhereFaster(FlashKernel):
+    """flash-attn-4 where it was measured to be faster, another kernel elsewhere; each call is decided by its sizes."""
+
+    def __init__(self, fast: FlashAttention4, otherwise: FlashKernel) -> None:
+        super().__init__(fast.scale)
+        self.fast, self.otherwise = fast, otherwise
+
+    def kernel_of(self, tile: Tile) -> FlashKernel:
+        """The first where all pairs or a causal square is visible, of no fewer pairs than the smallest measured one."""
+        if not (tile.is_full or tile.is_causal_square):
+            return self.otherwise
+        pairs = tile.num_queries * tile.num_keys // (1 if tile.is_full else 2)
+        return self.fast if pairs >= MEASURED_LENGTH**2 // 2 else self.otherwise
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
+        """As :meth:`Kernel.attend`."""
+        kernel = self.kernel_of(whole_tile(len(query), len(key), mask.visibility))
+        if mask.documents is not None or mask.hidden is not None:
+            kernel = self.otherwise
+        return kernel.attend(query, key, value, mask, dropout)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`Kernel.forward`."""
+        return self.kernel_of(tile).forward(query, key, value, tile, dropout)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
+        dropout: WeightDropout | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """As :meth:`Kernel.backward`."""
+        return self.kernel_of(tile).backward(grad, query, key, value, out, lse, tile, dropout)
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
+        return self.otherwise._flash(query, key, value, shape, window)
+
+    def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
+        return self.otherwise._flash_backward(tensors, lse, shape, window)

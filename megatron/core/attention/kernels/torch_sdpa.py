@@ -1,0 +1,232 @@
+"""Torch's own kernels: cuDNN's, FlashAttention 2, memory-efficient, matrix products; on CPUs whichever torch takes.
+
+On Hopper cuDNN's kernels are 1.6 times as fast as FlashAttention 2, and about as fast as FlashAttention 3. A chosen
+kernel is the only one that may run: where it cannot, the call fails and says why. Two things are left to other kernels,
+call by call, since cuDNN is reported to get their gradients wrong: dense masks, and lengths that are no multiples of
+128.
+
+Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, d head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.core.attention.dropout import WeightDropout
+from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Request
+from megatron.core.attention.masks import Mask, hidden_pairs
+from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.attention.window import Window
+from megatron.core.config.errors import UserError
+from megatron.core.config.notices import notice
+from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
+
+aten = torch.ops.aten
+logger = logging.getLogger(__name__)
+
+TITLES = {
+    "torch": "torch SDPA",
+    "cudnn": "cuDNN through torch SDPA",
+    "flash": "torch's flash kernel (FlashAttention 2)",
+    "efficient": "torch's memory-efficient kernel",
+    "math": "torch SDPA, matrix products",
+}
+_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Kernels for dense masks, which only callers of the library pass, in order of preference. Not cuDNN, whose backward
+pass is reported to make NaN of rows with small logits under a mask (pytorch/pytorch#196678: lengths of 64 modulo 128).
+"""
+
+
+def cudnn_supports(request: Request) -> str | None:
+    """Why cuDNN cannot train with such heads; None where it can."""
+    if request.deterministic:
+        return "cuDNN's backward pass does not repeat its bits"
+    if request.capability is None or request.capability < (8, 0):
+        return "cuDNN's attention needs sm_80"
+    if request.channels % 8 or request.channels > 128:
+        return "cuDNN's backward pass takes head dims that are multiples of 8 up to 128"
+    return None
+
+
+def flash_supports(request: Request) -> str | None:
+    """Why torch's flash kernel cannot serve; None where it can."""
+    if not request.fits_flash:
+        return "no flash kernel takes such heads (multiples of 8 up to 256, bfloat16 or float16, from sm_80 on)"
+    return None
+
+
+def efficient_supports(request: Request) -> str | None:
+    """Why the memory-efficient kernel cannot serve; None where it can."""
+    if request.dtype == torch.float64 or request.channels * request.dtype.itemsize % 16:
+        return "the memory-efficient kernel reads rows of heads in pieces of 16 bytes, of at most float32"
+    return None
+
+
+class TorchAttention(FlashKernel):
+    """``torch.nn.functional.scaled_dot_product_attention``, on a GPU with the named kernel and no other; but where
+    nobody asked for cuDNN by name, with the flash kernel for lengths that cuDNN does not take.
+
+    Windows, documents and blocks go to the flash kernel's own operator, and to cuDNN's where it takes a block.
+    """
+
+    def __init__(self, name: str, scale: float, *, by_name: bool = False) -> None:
+        super().__init__(scale)
+        self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
+        """As :meth:`Kernel.attend`; also with dense masks."""
+        assert dropout is None
+        if mask.documents is not None and mask.hidden is not None:
+            raise ValueError("give either an attention mask or packed documents, not both")
+        flash = self.name in ("cudnn", "flash") and query.is_cuda and query.dtype in SIXTEEN_BIT
+        if mask.documents is not None:
+            return (self._documents if flash else self._document_by_document)(query, key, value, mask)
+        # SDPA has no way to ask for a window but a mask of the whole sequence
+        if flash and self.name == "flash" and mask.visibility.window is not None and mask.hidden is None:
+            return super().attend(query, key, value, mask)
+        return self._rows(query, key, value, mask)
+
+    def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """One call per document."""
+        bounds = mask.bounds
+        assert bounds is not None
+        length, batch = query.shape[:2]
+        lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+        alone = Mask(mask.visibility)
+        flat = (x.transpose(0, 1).flatten(0, 1).split(lengths) for x in (query, key, value))
+        parts = [
+            self._rows(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), alone).squeeze(1)
+            for q, k, v in zip(*flat) if len(q)
+        ]  # fmt: skip
+        return torch.cat(parts).unflatten(0, (batch, length)).transpose(0, 1)
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        query_basd, key_bgtd, value_bgtd = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        tile, visible = whole_tile(len(query), len(key), mask.visibility), None
+        if mask.hidden is not None or not (tile.is_full or tile.is_causal_square):
+            own = hidden_pairs(tile, query.device)
+            hidden = own if mask.hidden is None else mask.hidden if own is None else mask.hidden | own
+            visible = None if hidden is None else ~hidden
+        kernels = self._kernels(len(query), len(key), visible) if query.is_cuda else []
+        if SDPBackend.EFFICIENT_ATTENTION in kernels:  # knows no grouped queries
+            key_bgtd, value_bgtd = (_repeated(x, query.shape[2]) for x in (key_bgtd, value_bgtd))
+        causal = visible is None and not tile.is_full
+        try:
+            with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
+                mixed = F.scaled_dot_product_attention(
+                    query_basd, key_bgtd, value_bgtd, attn_mask=visible, is_causal=causal, scale=self.scale,
+                    enable_gqa=query_basd.shape[1] != key_bgtd.shape[1],
+                )  # fmt: skip
+        except RuntimeError as error:
+            if "No available kernel" not in str(error):
+                raise
+            raise _refusal(self.name, query_basd, key_bgtd, value_bgtd, causal) from error
+        return mixed.permute(2, 0, 1, 3)
+
+    def _kernels(self, num_queries: int, num_keys: int, mask: Tensor | None) -> list[SDPBackend]:
+        """Those that may run on a GPU, in order of preference; none: whichever torch takes."""
+        if self._only is None:
+            return []
+        if mask is not None:
+            return [self._only] if self._only in _WITH_A_MASK else _WITH_A_MASK
+        if self._only != SDPBackend.CUDNN_ATTENTION or cudnn_takes_lengths(num_queries, num_keys):
+            return [self._only]
+        if self._by_name:
+            if not torch.is_grad_enabled():
+                return [self._only]
+            raise UserError(
+                f"--attention-backend fused: {num_queries} queries and {num_keys} keys are not both multiples of "
+                f"{CUDNN_LENGTHS}, and of other lengths cuDNN's gradients may be NaN; choose --attention-backend auto"
+            )
+        _tell_once()
+        return [SDPBackend.FLASH_ATTENTION]
+
+    def takes_cudnn(self, tile: Tile) -> bool:
+        """Whether cuDNN computes a block; the flash kernel computes all others."""
+        fits = cudnn_takes_lengths(tile.num_queries, tile.num_keys)
+        return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
+        if not self.takes_cudnn(tile):
+            return super().forward(query, key, value, tile, dropout)
+        out, lse = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, not tile.is_full, False, scale=self.scale
+        )[:2]
+        return out, lse.reshape(lse.shape[:3])
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
+        dropout: WeightDropout | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """As :meth:`Kernel.backward`; gradients in the inputs' dtype."""
+        if not self.takes_cudnn(tile):
+            return super().backward(grad, query, key, value, out, lse, tile, dropout)
+        unused = torch.zeros((), dtype=torch.int64, device=query.device)
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad, query, key, value, out, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
+            tile.num_queries, tile.num_keys, 0.0, not tile.is_full, scale=self.scale,
+        )  # fmt: skip
+
+    def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
+        return aten._flash_attention_forward(
+            query, key, value, *shape, 0.0, False, False, scale=self.scale,
+            window_size_left=window[0], window_size_right=window[1],
+        )[:2]  # fmt: skip
+
+    def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
+        grad, query, key, value, out = tensors
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
+        return aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out.contiguous(), lse, *shape, 0.0, False, random_state,
+            lse.new_empty(0), scale=self.scale, window_size_left=window[0], window_size_right=window[1],
+        )  # fmt: skip
+
+
+@functools.cache
+def _tell_once() -> None:
+    notice(logger, "attention: torch's flash kernel for lengths other than multiples of %d", CUDNN_LENGTHS)
+
+
+def _repeated(x: Tensor, num_heads: int) -> Tensor:
+    """Keys or values [., g, ...] for every query head [., a, ...]."""
+    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+
+
+def _refusal(name: str, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> UserError:
+    """Why torch says that a kernel cannot take these tensors [b, a, s, d]."""
+    ask = {
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+    }.get(name)
+    reasons: list[str] = []
+    if ask is not None:
+        grouped = query.shape[1] != key.shape[1]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ask(torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, causal, grouped), debug=True)
+        reasons = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
+    shapes = f"query {list(query.shape)}, key and value {list(key.shape)}, {query.dtype}"
+    return UserError(
+        f"attention: {TITLES[name]} was chosen but does not take {shapes}: "
+        f"{' '.join(reasons) or 'torch gives no reason'}; choose another --attention-backend"
+    )

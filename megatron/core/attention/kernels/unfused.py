@@ -1,0 +1,108 @@
+"""Plain torch: the reference, the only one with attention dropout, and what serves where no kernel does.
+
+Whole sequences in the inputs' dtype, step by step as Megatron-LM's unfused path; blocks in fp32 (fp64 for fp64), with
+their backward written out, since autograd knows nothing of the other blocks.
+
+Legend: s, t sequence of queries and of keys, b batch, a query heads, g key/value groups, p query heads per group, d
+head dim, e head dim of values; q, k queries and keys of a tile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.dropout import WeightDropout
+from megatron.core.attention.masks import Mask, document_mask, hidden_pairs
+from megatron.core.attention.tiles import Tile, whole_tile
+
+
+class UnfusedAttention:
+    """Scores, mask, softmax and dropout as separate torch operations.
+
+    Args:
+        layer_scale: scores are divided by it before they are rounded and multiplied again in the fp32 softmax.
+        softmax_in_fp32: of whole sequences; blocks are computed in fp32 anyway.
+    """
+
+    packs_documents = False
+
+    def __init__(self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False) -> None:
+        self.scale, self.layer_scale = scale, layer_scale
+        self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
+
+    def _softmax_in_fp32(self, scores: Tensor) -> Tensor:
+        dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        return torch.softmax(scores.to(dtype) * self.layer_scale, dim=-1).to(scores.dtype)
+
+    def _softmax_in_own_dtype(self, scores: Tensor) -> Tensor:
+        return torch.softmax(scores, dim=-1)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
+    ) -> Tensor:
+        """As :meth:`Kernel.attend`; also with dense masks."""
+        num_queries, batch, heads, _ = query.shape
+        num_keys, kv_groups = key.shape[0], key.shape[2]
+        tile = whole_tile(num_queries, num_keys, mask.visibility)
+        # the heads of one group share a matrix product, so that keys and values are never repeated
+        grouped = query.unflatten(2, (kv_groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
+        scaled_keys = key.permute(1, 2, 3, 0) * (self.scale / self.layer_scale)
+        scores = torch.matmul(grouped, scaled_keys).view(batch, heads, num_queries, num_keys)
+        masks = [hidden_pairs(tile, query.device), mask.hidden]
+        if mask.documents is not None and mask.documents.cu_seqlens_q is not None:
+            masks.append(document_mask(mask.documents.cu_seqlens_q, batch, num_queries))
+        for hidden in masks:
+            if hidden is not None:
+                scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        weights = self._softmax(scores)
+        if dropout is not None:
+            weights = dropout(weights, tile)
+        weights = weights.view(batch, kv_groups, -1, num_keys)
+        mixed = torch.matmul(weights, value.permute(1, 2, 0, 3)).view(batch, heads, num_queries, value.shape[-1])
+        return mixed.permute(2, 0, 1, 3)
+
+    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> Tensor:
+        """Scaled scores [b, g, p, q, k], -inf where hidden."""
+        grouped = query.unflatten(1, (key.shape[1], -1))
+        scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * self.scale
+        hidden = hidden_pairs(tile, query.device)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`Kernel.forward`; out and lse in fp32 or fp64."""
+        query, key, value = (_wide(x) for x in (query, key, value))
+        scores = self._scores(query, key, tile)
+        lse = torch.logsumexp(scores, dim=-1, keepdim=True)
+        weights = torch.exp(scores - lse)
+        if dropout is not None:
+            weights *= dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
+        return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
+        dropout: WeightDropout | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """As :meth:`Kernel.backward`; gradients in fp32 or fp64."""
+        grad, query, key, value, out = (_wide(x) for x in (grad, query, key, value, out))
+        groups = (key.shape[1], -1)
+        weights = torch.exp(self._scores(query, key, tile) - lse.unflatten(1, groups).unsqueeze(-1))
+        # sum_k dP_k P_k over all blocks, dropout included
+        delta = (grad * out).sum(-1, keepdim=True).unflatten(1, groups)
+        grad = grad.unflatten(1, groups)
+        grad_weights = torch.matmul(grad, value.unsqueeze(2).transpose(-1, -2))
+        dropped = weights
+        if dropout is not None:
+            factors = dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
+            dropped, grad_weights = weights * factors, grad_weights * factors
+        grad_value = torch.matmul(dropped.transpose(-1, -2), grad).sum(2)
+        grad_scores = weights * (grad_weights - delta) * self.scale
+        grad_query = torch.matmul(grad_scores, key.unsqueeze(2)).flatten(1, 2)
+        grad_key = torch.matmul(grad_scores.transpose(-1, -2), query.unflatten(1, groups)).sum(2)
+        return grad_query, grad_key, grad_value
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()

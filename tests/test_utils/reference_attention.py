@@ -1,0 +1,12 @@
+"""The attention core of plain torch operations, of one rank."""
+
+import dataclasses
+
+from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.enums import AttnMaskType
+
+
+def reference_attention(config, layer_number, mask_type=AttnMaskType.causal):
+    """Of the same configuration, whatever kernel and however many ranks it asks for."""
+    plain = {"attention_backend": "unfused", "flash_attention_version": None, "context_parallel_size": 1}
+    return CoreAttention(dataclasses.replace(config, **plain), layer_number, mask_type)
