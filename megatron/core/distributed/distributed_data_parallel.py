@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.distributed import reductions
-from megatron.core.distributed.buffer_layout import chosen_bucket_size
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_dtype
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.sharding.buffer_layout import chosen_bucket_size
 from megatron.core.sharding.parameter_shard import ParameterShard
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.buffer_layout import bucket_alignment, cut_buffer
 from megatron.core.distributed.reductions import Finish, Reduction, all_reduce, shard_of, waiting_for
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group
+from megatron.core.sharding.buffer_layout import bucket_alignment, cut_buffer
 from megatron.core.sharding.parameter_shard import ParameterShard
 
 

@@ -18,7 +18,7 @@ from megatron.training.arguments import core_transformer_config_from_args, flag_
 from megatron.training.report.dry_run import dry_run_report, preflight, vocab_size_of
 from megatron.training.report.pipeline import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 TINY = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 48 "
     "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 100"
