@@ -40,5 +40,5 @@ class RerunStateMachine:
 
 
 def get_rerun_state_machine() -> RerunStateMachine:
-    """What scripts call to reach :meth:`RerunStateMachine.validate_result`."""
+    """The call by which scripts reach :meth:`RerunStateMachine.validate_result`."""
     return RerunStateMachine()

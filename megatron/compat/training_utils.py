@@ -69,7 +69,7 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
 
 
 def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:
-    """What causality and the document boundaries of the flattened [b * s] tokens hide, bool [b, 1, s, s]."""
+    """Mask of what causality and document boundaries of the flattened [b * s] tokens hide, bool [b, 1, s, s]."""
     tokens = torch.arange(batch_size * length, device=cu_seqlens.device)
     documents = torch.searchsorted(cu_seqlens.long(), tokens, right=True).view(batch_size, length)
     visible = documents[:, :, None] == documents[:, None, :]

@@ -161,7 +161,7 @@ class IndexCache:
         os.replace(f"{path}.partial", path)  # no fsync before: see the module
 
     def _remove_partial(self) -> None:
-        """What a failed writer left; the next one overwrites what a killed writer left."""
+        """Remove what a failed writer left; the next one overwrites what a killed writer left."""
         for name in ("description.txt", *(f"{name}.npy" for name in self.layout)):
             with contextlib.suppress(OSError):
                 os.unlink(f"{self.base}-{name}.partial")

@@ -18,7 +18,7 @@ FORMAT_VERSION = 1
 
 
 class FingerprintedTokenizer(Protocol):
-    """What the sidecar needs to know of a tokenizer."""
+    """A tokenizer as the sidecar sees it."""
 
     tokenizer_type: str
     vocab_size: int
@@ -44,7 +44,7 @@ def sidecar_path(prefix: str) -> str:
 
 
 def sidecar_info(tokenizer: FingerprintedTokenizer, append_eod: bool) -> SidecarInfo:
-    """What to record of ``tokenizer``."""
+    """The record of ``tokenizer``."""
     special_ids = dict(sorted(tokenizer.special_ids.items()))
     return SidecarInfo(tokenizer.tokenizer_type, tokenizer.fingerprint, tokenizer.vocab_size, special_ids, append_eod)
 

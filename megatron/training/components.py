@@ -1,4 +1,4 @@
-"""What a run is made of."""
+"""The parts of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.training.train_state import TrainState
 
 @dataclass
 class Components:
-    """What a run is made of, built by ``megatron.training.run``."""
+    """The parts of a run, built by ``megatron.training.run``."""
 
     task: Task
     groups: ProcessGroups

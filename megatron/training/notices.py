@@ -1,4 +1,4 @@
-"""What a run does otherwise than it was asked, or need not do at all: one sentence each, for the log. Torch-free.
+"""One sentence for each thing that a run does otherwise than asked, or need not do, for the log. Torch-free.
 
 Only what leaves the results alone is done otherwise; everything else is refused by a rule.
 """

@@ -169,7 +169,7 @@ def common_fields(config_class: type[ConfigClass], cfg: PretrainConfig) -> Confi
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
-    """What hooks are told at the start."""
+    """The run as hooks see it at the start."""
     device = training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(

@@ -83,7 +83,7 @@ class BlendedDataset:
         self._log_shares(taken.tolist())
 
     def _log_shares(self, taken: list[int]) -> None:
-        """What each source gives: a line for each, or one for all where they are many."""
+        """Log the share of each source: a line for each, or one for all where they are many."""
         total, name, many = sum(self.weights), self.split.name, len(self.datasets) > MANY_SOURCES
         epochs = [dataset.num_epochs * count / len(dataset) for dataset, count in zip(self.datasets, taken)]
         for dataset, weight, count, passes in zip(self.datasets, self.weights, taken, epochs):

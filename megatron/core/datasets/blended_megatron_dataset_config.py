@@ -1,4 +1,4 @@
-"""What every data set class of the suite is configured by. No torch: usable on a node that only prepares data."""
+"""The configuration of every data set class. No torch: usable on a node that only prepares data."""
 
 import logging
 from dataclasses import InitVar, dataclass, field

@@ -41,7 +41,7 @@ def all_gather_json(value: Any, group: Group) -> list[Any]:
 
 
 def from_first_rank(make: Callable[[], T], group: Group) -> T:
-    """What ``make()`` gives on group rank 0 (JSON), on every rank; an exception there is raised everywhere."""
+    """Return on every rank what ``make()`` returns on group rank 0 (JSON); an exception there is raised everywhere."""
 
     def only_first() -> Any:
         return make() if group.is_first else None

@@ -40,7 +40,7 @@ class AdamGroup(NamedTuple):
 
 
 class AdamStep(NamedTuple):
-    """What is the same for all groups. Tensors are 0-d, on the parameters' device."""
+    """Settings that all groups share. Tensors are 0-d, on the parameters' device."""
 
     beta1: float
     beta2: float
@@ -51,7 +51,7 @@ class AdamStep(NamedTuple):
     skip: Tensor
     """fp32: 1 changes nothing, 0 updates."""
     factor: Tensor | None
-    """What gradients are multiplied by; None: 1."""
+    """Factor of the gradients; None: 1."""
 
 
 AdamUpdate = Callable[[Sequence[AdamGroup], AdamStep], None]

@@ -47,7 +47,7 @@ class Gradient(Protocol):
 
 
 class Softmax(NamedTuple):
-    """What turns logits into probabilities: of the whole vocabulary, in the dtype of the statistics."""
+    """Statistics that turn logits into probabilities: of the whole vocabulary, in the dtype of the statistics."""
 
     maximum_t: Tensor
     total_t: Tensor

@@ -38,7 +38,7 @@ STAGES = 1
 
 
 class NormTraits(NamedTuple):
-    """What a norm is, besides its weights."""
+    """Kind, epsilon and offset of a norm."""
 
     eps: float
     centred: bool

@@ -41,7 +41,7 @@ def read_nccl_settings(path: str, axes: Collection[str]) -> dict[str, dict[str, 
 
 
 def group_options(settings: Mapping[str, Any]) -> Any:
-    """What ``torch.distributed.new_group(pg_options=...)`` takes over NCCL; None without settings."""
+    """``pg_options`` of ``torch.distributed.new_group`` over NCCL; None without settings."""
     if not settings:
         return None
     from torch.distributed import ProcessGroupNCCL

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank computes. All ranks know all lists."""
+    """The actions of every rank, in order. All ranks know all lists."""
 
     name: str
     num_chunks: int

@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
 
 
 class TensorShape(NamedTuple):
-    """What one message is."""
+    """Shape, dtype and device of one message."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -53,7 +53,7 @@ def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bo
 
 class _Wire(Protocol):
     def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
-        """What waits for the message, in the order of the stream. To be called in the order of numbers."""
+        """Post a receive, in the order of numbers; returns what waits for the message, in stream order."""
 
     def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
         """Start to send; the tensor is let go once it has arrived."""
@@ -165,7 +165,7 @@ class Messages:
         return self._posted.pop(place)()
 
     def send(self, action: Action, tensor: Tensor) -> None:
-        """Start to send the result of ``action`` to whoever needs it."""
+        """Start to send the result of ``action`` to the rank that needs it."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return

@@ -1,4 +1,4 @@
-"""What the micro-batches of a global batch give back, and the two conventions of ``loss_func``."""
+"""Results of the micro-batches of a global batch, and the two conventions of ``loss_func``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 @dataclass
 class MicroBatchResult:
-    """What one micro-batch contributes. Tensors stay on their device: nothing here waits for the GPU."""
+    """The result of one micro-batch. Tensors stay on their device: nothing here waits for the GPU."""
 
     num_tokens: Tensor
     """int64 or float scalar: tokens (or, for mean losses, 1) that the loss is a sum over."""
     logged: dict[str, Tensor] = field(default_factory=dict)
     """``name -> float64 [sum, count]``."""
     non_loss: object = None
-    """What ``collect_non_loss_data`` asked for."""
+    """The result of ``collect_non_loss_data``."""
 
 
 def as_sum_and_count(value: Tensor | tuple | float) -> Tensor:

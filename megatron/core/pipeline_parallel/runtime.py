@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel.linear import WeightGradientStore
 
 @dataclass(frozen=True)
 class Work:
-    """What the actions of a schedule stand for."""
+    """The model and data behind the actions of a schedule."""
 
     forward_step: Callable
     """``(iterator, chunk) -> (output, loss_func)``."""
@@ -47,13 +47,13 @@ def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterato
 
 @dataclass
 class _Passed:
-    """What backward needs of a forward pass."""
+    """The part of a forward pass that backward needs."""
 
     received: Tensor | None
     root: Any
     """The loss, or the gradient edge of the output; None where nothing needs a gradient."""
     weight_gradients: Sequence[Callable[[], None]] = ()
-    """What backward put off."""
+    """Weight gradients that B delayed until W."""
 
 
 class PipelineRun:

@@ -1,4 +1,4 @@
-"""What every tokenizer offers: text to ids and back, its true vocabulary size, its special ids and its fingerprint.
+"""Base class of tokenizers: text to ids and back, its true vocabulary size, its special ids and its fingerprint.
 
 The padded vocabulary is the model's business: ``vocab_size`` here is the largest id + 1.
 """
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, object]:
-        """What makes two tokenizers the same one; part of the key of index caches."""
+        """Equal for tokenizers that give equal ids; part of the key of index caches."""
         return OrderedDict(tokenizer_type=self.tokenizer_type, fingerprint=self.fingerprint, vocab_size=self.vocab_size)
 
 

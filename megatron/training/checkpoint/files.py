@@ -81,7 +81,7 @@ class Found:
 def find_checkpoint(
     folder: str | os.PathLike | None, step: int | None = None, *, repair: bool = False
 ) -> Found | None:
-    """What --load (and --ckpt-step) means; None if ``folder`` holds no checkpoint at all.
+    """The checkpoint that --load and --ckpt-step mean; None if ``folder`` holds no checkpoint at all.
 
     ``repair`` (for one process alone) brings back a checkpoint whose replacement died.
 

@@ -1,4 +1,4 @@
-"""What a training checkpoint's JSON must look like before any of it is used.
+"""The JSON of a training checkpoint, checked before any of it is used.
 
 Its checksum says that a manifest is the one that was written, not who wrote it. A counter that is NaN, negative or a
 list would end in a traceback far from its cause, or in a loop that never ends; here it is one message.
@@ -69,7 +69,7 @@ def _is_scaler(value: Any) -> bool:
 
 
 def malformed(objects: dict[str, Any], *, release: bool = False) -> list[str]:
-    """What is wrong with the objects of a checkpoint, in words; nothing if all is as training writes it.
+    """Describe what is wrong with the objects of a checkpoint; nothing if all is as training writes it.
 
     Args:
         release: weights alone: counters need not be there.

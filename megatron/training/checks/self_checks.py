@@ -1,4 +1,4 @@
-"""What a run verifies about itself: after the build, that the ranks together hold the whole model exactly once; from
+"""Checks of a run on itself: after the build, that the ranks together hold the whole model exactly once; from
 time to time, that copies are still copies. And the layout in words, for the log.
 """
 
@@ -107,7 +107,7 @@ def problems_of(
     model: ModelDescription | None = None,
     task: str = "the task",
 ) -> Iterable[str]:
-    """What is missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
+    """Parts that are missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
     ``task``: the name of the class that knows them."""
     by_name: dict[str, list[Piece]] = {}
     for piece in pieces:

@@ -15,7 +15,7 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def message_of(error: BaseException) -> str:
-    """What a user reads: the message of a ``UserError``, for anything else its class too.
+    """The text for a user: the message of a ``UserError``, for anything else its class too.
 
     A data loader's worker hands its errors on with its traceback in front of them.
     """

@@ -1,4 +1,4 @@
-"""What a hook is: an observer of the training loop. Hooks never change the run; without any, training is the same."""
+"""Base class of observers of the training loop. Hooks never change the run; without any, training is the same."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron.training.train_state import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What hooks need to know about the run and about this process."""
+    """The run and this process, as hooks see them."""
 
     state: TrainState
     """The live counters; at the start, those of the checkpoint that was loaded."""

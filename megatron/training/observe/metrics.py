@@ -1,4 +1,4 @@
-"""What one iteration and one evaluation measured, and the append-only files that keep it.
+"""Measurements of an iteration and of an evaluation, and the append-only files that keep them.
 
 ``metrics.jsonl`` is the source of truth of a run: one record per iteration and per evaluated data set, holding only
 values that are functions of the configuration and the data, so that training 2N steps writes the same bytes as N steps,

@@ -140,7 +140,7 @@ def cuda_memory_megabytes() -> dict[str, float]:
 
 
 def memory_bytes(device: str) -> dict[str, int]:
-    """What TensorBoard and ``timing.jsonl`` get: the allocator's sizes on CUDA, the resident set on a CPU."""
+    """Memory for TensorBoard and ``timing.jsonl``: the allocator's sizes on CUDA, the resident set on a CPU."""
     if device == "cuda":
         stats = torch.cuda.memory_stats()
         return {

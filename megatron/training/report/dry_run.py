@@ -1,4 +1,4 @@
-"""What a run would be: its layout, parameters, memory, batches and schedule, computed from the settings alone.
+"""The report of --dry-run: layout, parameters, memory, batches and schedule, computed from the settings alone.
 
 Torch-free. Parameter counts are exact; memory: ``memory_estimate.py``.
 """
@@ -38,7 +38,7 @@ def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
 
 
 def preflight(cfg: PretrainConfig) -> bool:
-    """What can be answered before torch is loaded: contradictions, and the whole of --dry-run.
+    """Answer what needs no torch: contradictions, and the whole of --dry-run.
 
     Args:
         cfg: parsed, not yet resolved settings.

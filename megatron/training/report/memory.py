@@ -43,7 +43,7 @@ class RankMemory:
     activations: int
     """Kept between forward and backward passes, at the fullest moment."""
     working: int
-    """What comes and goes on top of it: gradients of one layer's activations, weights gathered for a layer."""
+    """Memory that comes and goes on top: gradients of one layer's activations, weights gathered for a layer."""
 
     @property
     def total(self) -> int:

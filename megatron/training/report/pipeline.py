@@ -1,4 +1,4 @@
-"""What a configuration's pipeline looks like: contents of its stages, bubble, activations, timeline. Torch-free."""
+"""The pipeline of a configuration: contents of its stages, bubble, activations, timeline. Torch-free."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piec
 
 
 def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
-    """What a stage holds of a model, in order."""
+    """Contents of a stage, in order."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
     return [model.embedding] * stage.embedding + branches + [model.head] * stage.loss
 

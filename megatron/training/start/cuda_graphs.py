@@ -40,7 +40,7 @@ Recorder = Callable[[Callable[[], Outputs], Any], Callable[[], Outputs]]
 
 
 def record_cuda_graph(run: Callable[[], Outputs], stream: Any) -> Callable[[], Outputs]:
-    """What replays ``run`` as a CUDA graph; the outputs are the same tensors every time, with new values."""
+    """A function that replays ``run`` as a CUDA graph; the outputs are the same tensors every time, with new values."""
     graph = torch.cuda.CUDAGraph()
     # other threads (loaders that pin memory, watchdogs) may call CUDA meanwhile
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -100,7 +100,7 @@ class GraphedForwardBackward:
             return results
 
     def _factor(self, chunk: nn.Module, loss_transform: Callable[[Tensor], Tensor] | None) -> Tensor:
-        """What a linear ``loss_transform`` multiplies with, in the dtype of losses."""
+        """The factor of a linear ``loss_transform``, in the dtype of losses."""
         wide = any(parameter.dtype == torch.float64 for parameter in chunk.parameters())
         one = torch.ones((), dtype=torch.float64 if wide else torch.float32, device=self.device)
         return one if loss_transform is None else loss_transform(one)
@@ -150,7 +150,7 @@ def _on(stream: Any) -> Iterator[None]:
 
 
 def make_forward_backward(cfg: PretrainConfig, device: torch.device) -> Callable[..., list[MicroBatchResult]]:
-    """What runs the micro-batches of an iteration, as --cuda-graph-impl says."""
+    """The function that runs the micro-batches of an iteration, as --cuda-graph-impl says."""
     plain = get_forward_backward_func()
     if cfg.cuda_graph_impl == "none":
         return plain

@@ -82,7 +82,7 @@ def _is_listening(place: Place, timeout: float) -> bool:
 
 @dataclass(frozen=True)
 class Arrival:
-    """What a rank signs in with."""
+    """A rank's entry in the roll call."""
 
     host: str
     pid: int
@@ -93,7 +93,7 @@ class Arrival:
 
     @classmethod
     def of_this_process(cls, world_size: int) -> Arrival:
-        """What this process signs in with."""
+        """This process's entry."""
         return cls(socket.gethostname(), os.getpid(), world_size, machine_identity())
 
 
@@ -139,7 +139,7 @@ def open_store(place: Place, timeout: float, *, holds: bool = False) -> dist.Sto
 
 
 def _within(timeout: float, connect: Callable[[], dist.Store]) -> dist.Store | None:
-    """What ``connect`` returns or raises; None after ``timeout`` seconds. torch waits without a limit for the first
+    """Return or raise as ``connect`` does; None after ``timeout`` seconds. torch waits without a limit for the first
     answer of whatever accepted its connection, so that a thread of its own has to wait."""
     future: Future[dist.Store] = Future()
 

@@ -126,7 +126,7 @@ def weight_shards(parts: Components) -> list[ShardedTensor]:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """What one rank found: whole tensors by global name."""
+    """One rank's findings: whole tensors by global name."""
 
     losses: dict[str, float]
     norm: float | None
@@ -290,7 +290,7 @@ def _tensors(
 
 
 def coverage(shape: tuple[int, ...], cells: Iterable[Cell]) -> str:
-    """What is wrong if the distinct rectangles do not hold every element exactly once; empty if they do."""
+    """Describe what is wrong if the distinct rectangles do not hold every element exactly once; empty if they do."""
     rectangles = {(cell.offsets, cell.lengths) for cell in cells if 0 not in cell.lengths}
     if rectangles == {((0,) * len(shape), shape)}:
         return ""
@@ -304,7 +304,7 @@ def coverage(shape: tuple[int, ...], cells: Iterable[Cell]) -> str:
 
 
 def disagreement(cells: Iterable[Cell]) -> str:
-    """What is wrong if copies of a rectangle differ in a bit; empty if they do not."""
+    """Describe what is wrong if copies of a rectangle differ in a bit; empty if they do not."""
     digests: dict[tuple, set[int]] = {}
     for cell in cells:
         digests.setdefault((cell.offsets, cell.lengths), set()).add(cell.digest)

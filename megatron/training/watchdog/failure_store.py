@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other about their health, through the run's store.
+"""The health of all ranks of a run, as they tell it each other through the run's store.
 
 Every call may block for as long as the store's host does not answer, and raises RuntimeError or OSError when the store
 is gone.
@@ -38,7 +38,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank's main thread has raised."""
+    """An error that a rank's main thread has raised."""
 
     what: str
     """The message without the rank and the place: equal where ranks raise the same error."""
@@ -140,6 +140,6 @@ class FailureStore:
         return self._store.check([f"answer/{rank}" for rank in self.ranks])
 
     def answers(self) -> dict[int, Answer]:
-        """What has come so far."""
+        """Answers that have come so far."""
         found = {rank: self._read(f"answer/{rank}") for rank in self.ranks}
         return {rank: Answer(**each) for rank, each in found.items() if each is not None}

@@ -1,4 +1,4 @@
-"""What the main thread of a rank is doing, and how long it may be silent doing it.
+"""The main thread of a rank: what it is doing, and how long it may be silent doing it.
 
 Progress is a call of the task's ``get_batch`` or ``forward_step``, or an event of the training loop. A silence may last
 --watchdog-timeout-seconds, or three times the longest silence of the run so far. Work of unknown length announces

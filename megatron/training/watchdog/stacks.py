@@ -1,4 +1,4 @@
-"""What a rank writes when a run fails, and what its stack says about the cause."""
+"""The stacks that a rank writes when a run fails, and what they say about the cause."""
 
 from __future__ import annotations
 

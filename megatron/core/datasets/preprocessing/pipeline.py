@@ -54,7 +54,7 @@ TokenizerBuilder = Callable[[Any], Tokenizer]
 
 @dataclass
 class Totals:
-    """What a run did."""
+    """Totals of a run."""
 
     documents: int = 0
     sentences: int = 0

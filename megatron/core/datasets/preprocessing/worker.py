@@ -1,4 +1,4 @@
-"""What a worker does: one part of the input becomes one shard, a small ``.bin``/``.idx`` pair per key and a record.
+"""A worker: one part of the input becomes one shard, a small ``.bin``/``.idx`` pair per key and a record.
 
 Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly
 when it exists. A shard's bytes depend on its part alone, so whoever makes it, and however often, the result is the
@@ -32,7 +32,7 @@ BATCH_DOCUMENTS = 1024
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """What a worker needs to know, the same for all parts."""
+    """Settings of a worker, the same for all parts."""
 
     folder: str
     keys: tuple[str, ...]
@@ -45,7 +45,7 @@ class WorkerSettings:
 
 @dataclass
 class PartRecord:
-    """What became of a part."""
+    """The result of a part."""
 
     name: str
     file: str

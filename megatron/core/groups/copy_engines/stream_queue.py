@@ -1,4 +1,4 @@
-"""What a CUDA stream does without a kernel: memory copies, and words in memory that it waits for and writes.
+"""Operations of a CUDA stream without a kernel: memory copies, and words in memory that it waits for and writes.
 
 Through CUDA's driver interface, whose calls here cost the host a few microseconds each: a collective of a transformer
 layer is a dozen of them, and there are sixteen such collectives per layer and micro-batch. A stream that waits is held
