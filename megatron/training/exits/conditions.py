@@ -172,7 +172,7 @@ class ExitConditions:
             _stop_catching_in_children()
 
     def _to_catch(self) -> set[signal.Signals]:
-        """The signals to catch: none that the program handles itself or ignores (nohup), unless --exit-signal names it."""
+        """The signals to catch: none that the program handles or ignores (nohup), unless --exit-signal names it."""
         if threading.current_thread() is not threading.main_thread():
             return set()
         free = {number for number in EXIT_SIGNALS if self.cfg.save_on_signal and _is_free(number)}
