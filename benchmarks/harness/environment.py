@@ -49,6 +49,7 @@ def environment(*, cpu: bool = False) -> dict[str, Any]:
         "triton": version_of("triton"),
         "transformer_engine": version_of("transformer_engine"),
         "flash_attn": version_of("flash_attn"),
+        "flash_attn_4": version_of("flash-attn-4"),
         "driver": first_line(output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")),
         "python": platform.python_version(),
         "commit": output_of("git", "rev-parse", "--short=12", "HEAD"),

@@ -19,6 +19,7 @@ from megatron.core.attention.tiles import Tile, Visibility
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.flash_attn import installed_versions
 from tests.test_utils import fake_attention
+from tests.unit_tests.core.attention.context_parallel import test_block_attention
 
 HOPPER = (9, 0)
 DOCUMENTS = [100, 3, 409, 256, 256, 0, 1, 700, 299]  # two rows of 1012
@@ -227,3 +228,20 @@ def test_a_cuda_graph_replays_its_bits():
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(x, y) for x, y in zip(captured, expected, strict=True))
+
+
+@pytest.mark.gpu
+@on_gpu[1]
+@pytest.mark.parametrize(
+    "visibility, packed, whole_keys",
+    [("causal", False, False), ("causal", False, True), ("causal", True, False), ("window", False, False)],
+)
+def test_merged_blocks_equal_attention_over_everything(visibility, packed, whole_keys):
+    """Two ranks of a ring, or of an all-gather, played on one device."""
+    inputs = test_block_attention.tensors(1024, 128, torch.bfloat16, "cuda")
+    bounds = test_block_attention.DOCUMENTS if packed else None
+    play = test_block_attention.play_ring
+    exact = play(UnfusedAttention(0.1), [x.float() for x in inputs], VISIBILITIES[visibility], bounds, 1)
+    found = play(FlashAttention4(0.1), inputs, VISIBILITIES[visibility], bounds, 2, whole_keys)
+    output, *gradients = test_block_attention.errors(found, exact)
+    assert output < 5e-3 and max(gradients) < 2e-2, (output, gradients)
