@@ -282,14 +282,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="operations with any of these words")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--norm-stages", type=int, default=residual_norm.STAGES, help="of the norms' backward kernel")
-    parser.add_argument("--norm-programs", type=int, default=residual_norm.PROGRAMS_PER_MULTIPROCESSOR, help="likewise")
+    parser.add_argument("--norm-programs", type=int, default=residual_norm.PROGRAMS_PER_SM, help="likewise")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "fusions.json")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU too; writes nothing unless --output")
     args = parser.parse_args()
     if not torch.cuda.is_available() and not args.smoke:
         print("needs a GPU; --smoke shows on a CPU that it runs")
         return 0
-    residual_norm.STAGES, residual_norm.PROGRAMS_PER_MULTIPROCESSOR = args.norm_stages, args.norm_programs
+    residual_norm.STAGES, residual_norm.PROGRAMS_PER_SM = args.norm_stages, args.norm_programs
     device = torch.device("cpu" if args.smoke or not torch.cuda.is_available() else "cuda")
     rows = []
     for name, operation in operations(TINY if args.smoke else Sizes(), device):

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_multiprocessors
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
 
 try:
     import triton
@@ -25,7 +25,7 @@ except ImportError:  # CPU builds of torch come without it
 
 _ROWS, _COLUMNS, _NUM_WARPS = 32, 128, 4
 """A tile: 8 KiB of 16-bit values, four 16-byte vectors per thread."""
-PROGRAMS_PER_MULTIPROCESSOR = 8
+PROGRAMS_PER_SM = 8
 FEW_TILES = 16
 """With at most this many tiles of rows, one program per block of columns takes them all."""
 
@@ -67,7 +67,7 @@ def column_sum_triton(x: Tensor, total: Tensor | None = None) -> Tensor:
     x = parts = x.contiguous()
     rows, width = x.shape
     tiles, blocks = triton.cdiv(rows, _ROWS), max(1, triton.cdiv(width, _COLUMNS))
-    most = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(x.device), blocks)
+    most = triton.cdiv(PROGRAMS_PER_SM * num_sms(x.device), blocks)
     if tiles > FEW_TILES:
         steps = triton.cdiv(tiles, most)
         parts = torch.empty(triton.cdiv(tiles, steps), width, dtype=torch.float32, device=x.device)

@@ -33,6 +33,6 @@ class ByDevice:
 
 
 @functools.cache
-def num_multiprocessors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Number of SMs of a GPU; 2 elsewhere, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

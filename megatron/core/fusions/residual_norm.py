@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_multiprocessors
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
 from megatron.core.fusions.rms_norm import rms_norm
 
 try:
@@ -31,7 +31,7 @@ except ImportError:  # CPU builds of torch come without it
 
 WIDEST = 16384
 """A program holds a whole row in registers."""
-PROGRAMS_PER_MULTIPROCESSOR = 2
+PROGRAMS_PER_SM = 2
 """In the backward pass: each has its own partial sums of weight gradients in memory."""
 STAGES = 1
 """In the backward pass: with 2, a program's next row is on its way while it sums the present one."""
@@ -185,7 +185,7 @@ class _Normalize(torch.autograd.Function):
         width, biased = stream.shape[-1], ctx.bias_dtype is not None
         rows = stream.numel() // width
         tile = _tile(width)
-        most = PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(stream.device)
+        most = PROGRAMS_PER_SM * num_sms(stream.device)
         steps = max(1, triton.cdiv(rows, most * tile["ROWS"]))  # of no rows: sums of nothing
         programs = triton.cdiv(rows, steps * tile["ROWS"])
         grad_x = torch.empty_like(stream)

@@ -1,7 +1,7 @@
 """The cuts of a model into pipeline stages that make the slowest stage as fast as possible. Torch-free.
 
 Costs are times of forward and backward pass in units of one layer, by the FLOPs of a model's description
-(``transformer/description.py``): GEMMs at one rate, attention between its projections at a lower one; norms,
+(``core/description/model.py``): GEMMs at one rate, attention between its projections at a lower one; norms,
 activations and the embedding count nothing.
 """
 

@@ -6,7 +6,7 @@ chunk ``s // P`` of rank ``s % P``. Every stage holds a run of consecutive half 
 embedding and the last one the output layer and the loss. A layer's halves are its two residual branches, attention and
 feed-forward network: x + branch is all that travels between stages, wherever the cut is.
 
-Unless the user lays the stages out, the slowest stage is made as fast as possible (``pipeline_balance.py``).
+Unless the user lays the stages out, the slowest stage is made as fast as possible (``balance.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The report of --dry-run: layout, parameters, memory, batches and schedule, computed from the settings alone.
 
-Torch-free. Parameter counts are exact; memory: ``memory_estimate.py``.
+Torch-free. Parameter counts are exact; memory: ``memory.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules about who computes: optional packages, attention kernels, CUDA graphs."""
+"""Rules of optional packages, attention kernels and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         reason = f"is not for {_impl(cfg)}, which chooses its own version"
         yield problem(cfg, field, reason, f"leave it out, or {_LOCAL}")
     if cfg.context_parallel_size > 1 and version != 4:
-        reason = "is not for ranks that share a sequence, whose blocks only torch's own kernels and version 4 compute"
+        reason = "does not serve context parallelism, whose blocks only torch's own kernels and version 4 compute"
         yield problem(cfg, field, reason, "leave it out")
     if cfg.attention_dropout > 0:
         reason = f"excludes --attention-dropout {cfg.attention_dropout:g}: kernels draw masks that depend on the layout"

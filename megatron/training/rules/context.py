@@ -1,4 +1,4 @@
-"""Rules about ranks that share every sequence (context parallelism)."""
+"""Rules of context parallelism."""
 
 from __future__ import annotations
 

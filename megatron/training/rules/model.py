@@ -1,4 +1,4 @@
-"""Rules about the model and its precision. How it is split over ranks: ``rules_layout.py``."""
+"""Rules about the model and its precision. How it is split over ranks: ``layout.py``."""
 
 from __future__ import annotations
 

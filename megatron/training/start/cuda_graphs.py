@@ -12,7 +12,7 @@ micro-batches lose most of their time with. A recording repeats the same kernels
 
 The first iterations run without a recording, on the stream that records later (the nodes that accumulate gradients
 belong to the stream that made them), and load and tune the kernels. The numbers are those of plain execution, bit for
-bit. What has no fixed shape, or waits for other ranks inside a micro-batch, is refused (``rules_backends.py``).
+bit. What has no fixed shape, or waits for other ranks inside a micro-batch, is refused (``rules/backends.py``).
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def report_choices(model_chunks: Sequence[nn.Module]) -> None:
-    """Logs who computes what, as built: implementations of layers, attention kernels and the reasons."""
+    """Log what was built: implementations of layers, attention kernels and the reasons for them."""
     for line in describe_choices(model_chunks):
         logger.info("%s", line)
 

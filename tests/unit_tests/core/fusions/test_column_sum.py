@@ -30,7 +30,7 @@ def check(function, shape, dtype, total_dtype):
 )  # fmt: skip
 def test_columns_are_summed(monkeypatch, function, shape, dtype, total_dtype):
     monkeypatch.setattr(column_sum, "FEW_TILES", 2)  # so that small sums have two stages too
-    monkeypatch.setattr(column_sum, "PROGRAMS_PER_MULTIPROCESSOR", 2)
+    monkeypatch.setattr(column_sum, "PROGRAMS_PER_SM", 2)
     check(function, shape, dtype, total_dtype)
 
 

@@ -116,7 +116,7 @@ def test_a_cuda_graph_needs_a_gpu(monkeypatch):
     [
         ("--attention-backend fused", "contradicts --attention-backend fused"),
         ("--attention-dropout 0.1", "excludes --attention-dropout 0.1"),
-        ("--context-parallel-size 2", "is not for ranks that share a sequence"),
+        ("--context-parallel-size 2", "does not serve context parallelism"),
     ],
 )
 def test_flash_attention_version_excludes(text, problem, everything_installed):

@@ -1,4 +1,4 @@
-"""What a rank keeps for backward falls with the number of ranks that share a sequence, whatever the form."""
+"""What a rank keeps for backward falls with the number of context-parallel ranks, whatever the form."""
 
 import pytest
 import torch
