@@ -4,7 +4,7 @@
 
 ``keep`` is a pure function of coordinates: Philox4x32-10 (Salmon et al. 2011) on the counter (feature // 8, position,
 low and high word of the sample) under a 64-bit key; each of the eight 16-bit lanes of its four words decides one
-feature. These are the bits of ``core.random.philox.DropoutStream.keep_mask``, so that backward draws them again and nothing is
+feature. These are the bits of ``DropoutStream.keep_mask``, so that backward draws them again and nothing is
 kept but the coordinates.
 
 Legend: s sequence, b batch, h hidden.
