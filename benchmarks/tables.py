@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness import roofline  # noqa: E402
 from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
 from benchmarks.harness.rows import ROWS, Row, flags_of, row_of  # noqa: E402
-from megatron.core.models.gpt_description import describe_run  # noqa: E402
 from megatron.training.arguments import parse_args  # noqa: E402
 from megatron.training.config.resolve import resolve  # noqa: E402
+from megatron.training.model_description import describe_run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (RESULTS / "README.md", ROOT / "docs" / "guides" / "performance.md")

@@ -30,7 +30,7 @@ if str(ROOT) not in sys.path:  # run as a program from anywhere
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core.config.cli import ConfigError  # noqa: E402
-from megatron.core.pipeline_parallel.stages import layers_of, virtual_pipeline_size  # noqa: E402
+from megatron.core.pipeline_parallel.stages import virtual_pipeline_size  # noqa: E402
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args  # noqa: E402
 from megatron.training.config.checkpointing import CheckpointConfig  # noqa: E402
 from megatron.training.config.data import DataConfig  # noqa: E402
@@ -123,10 +123,8 @@ def _few_layers(cfg: PretrainConfig) -> int:
     """All layers where the stages are laid out one by one, else the least multiple of the stages with two per rank."""
     stages = cfg.pipeline_model_parallel_size * virtual_pipeline_size(cfg)
     given = cfg.decoder_first_pipeline_num_layers, cfg.decoder_last_pipeline_num_layers
-    fixed = (
-        cfg.pipeline_model_parallel_layout or isinstance(cfg.window_attn_skip_freq, list) or len(cfg.cp_comm_type) > 1
-    )
-    if fixed or any(given) or cfg.num_layers_per_virtual_pipeline_stage:
+    fixed = cfg.spec or cfg.pipeline_model_parallel_layout or isinstance(cfg.window_attn_skip_freq, list)
+    if fixed or len(cfg.cp_comm_type) > 1 or any(given) or cfg.num_layers_per_virtual_pipeline_stage:
         return cfg.num_layers
     period = cfg.window_attn_skip_freq if isinstance(cfg.window_attn_skip_freq, int) else 1
     least = math.lcm(stages, period) * (2 if stages == 1 else 1)
@@ -138,16 +136,16 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
     stages = stages_of(cfg, cfg.vocab_size)
     if cfg.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
         return {}
-    differ = cfg.window_attn_skip_freq is not None or len(cfg.cp_comm_type) > 1
+    differ = cfg.window_attn_skip_freq is not None or len(cfg.cp_comm_type) > 1 or cfg.spec is not None
     words, num_layers = [], 0
     for stage in stages:
-        halves = [half for _, half in layers_of(stage.half_layers)]
-        whole = halves.count(None) if differ else min(halves.count(None), 1)
-        num_layers += whole + halves.count("attention")
-        words.append(
-            "E" * stage.embedding + "f" * halves.count("mlp") + "t" * whole + "a" * halves.count("attention")
-            + "L" * stage.loss
-        )  # fmt: skip
+        letters = ""
+        for part in stage.parts:
+            own = "t" if part.is_whole else "".join("af"[branch == len(part.names) - 1] for branch in part.branches)
+            if differ or own != "t" or "t" not in letters:
+                letters += own
+        num_layers += letters.count("t") + letters.count("f")
+        words.append("E" * stage.embedding + letters + "L" * stage.loss)
     return {
         "num_layers": num_layers, "pipeline_model_parallel_layout": "|".join(words),
         "num_virtual_stages_per_pipeline_rank": None, "num_layers_per_virtual_pipeline_stage": None,

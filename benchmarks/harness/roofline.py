@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.harness import kernel_classes as kinds
 from megatron.core.description.model import Op, Piece, activation_bytes
-from megatron.core.models.gpt_description import describe_run
+from megatron.training.model_description import describe_run
 from megatron.training.report.pipeline import microbatches_of, pieces_of, stages_of, timeline_of
 
 CEILINGS = Path(__file__).with_name("ceilings.json")

@@ -58,25 +58,25 @@ def only_last_microbatch(rank):
 
 def dropped_layer(rank):
     """The last pipeline stage builds one layer less."""
-    return _other_half_layers(lambda own: own[:-2])
+    return _other_branches(lambda own: own[:-2])
 
 
 def dropped_half(rank):
-    """The last pipeline stage leaves out the feed-forward half of its last layer."""
-    return _other_half_layers(lambda own: own[:-1])
+    """The last pipeline stage leaves out the last branch of its last layer."""
+    return _other_branches(lambda own: own[:-1])
 
 
 def doubled_half(rank):
     """The last pipeline stage begins with a half that the stage before it has too."""
-    return _other_half_layers(lambda own: range(own.start - 1, own.stop))
+    return _other_branches(lambda own: range(own.start - 1, own.stop))
 
 
-def _other_half_layers(of_last_stage):
+def _other_branches(of_last_stage):
     where = module("megatron.core.models.gpt.gpt_model").GPTModel
     correct = where._build
 
-    def other(self, spec, half_layers, learned_positions):
-        correct(self, spec, of_last_stage(half_layers) if self.post_process else half_layers, learned_positions)
+    def other(self, spec, branches, learned_positions):
+        correct(self, spec, of_last_stage(branches) if self.post_process else branches, learned_positions)
 
     return mock.patch.object(where, "_build", other)
 
@@ -208,6 +208,13 @@ def loss_mask_wears_off(rank):
         return sample
 
     return mock.patch.object(where, "__getitem__", aliased)
+
+
+def states_go_on_to_the_next_document(rank):
+    """States of a recurrence do not start anew with a document, on all ranks but the first."""
+    where = module("tests.test_utils.gated_recurrence")
+    correct = where.follows
+    return mock.patch.object(where, "follows", lambda like, packed: correct(like, None if rank else packed))
 
 
 def context_parallel_rank_forgets_the_others(rank):

@@ -5,16 +5,15 @@ from __future__ import annotations
 from megatron.core.attention.window import layer_window
 from megatron.core.description.model import (
     Config,
+    LayerPlace,
     Op,
     Param,
     Piece,
     Saved,
     activation_bytes,
-    dropout_mask,
     gemm,
     linear,
     norm,
-    residual_norm,
 )
 
 
@@ -25,37 +24,35 @@ def visible_pairs(config: Config, length: int, layer_number: int) -> float:
     return (length**2 - hidden**2) / 2
 
 
-def describe_attention(config: Config, layer_number: int, seq_length: int, *, rotary: bool = False) -> Piece:
-    """Norm, query-key-value projection, attention, output projection. ``layer_number`` counts from 1."""
+def describe_attention(config: Config, place: LayerPlace) -> Piece:
+    """Query-key-value projection, attention, output projection."""
     heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
     hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
     query = heads // tp * channels
     key_value = 2 * max(groups // tp, 1) * channels
-    entry, norm_op = residual_norm("input_layernorm", config)
     qkv = linear(
-        "self_attention.linear_qkv", (groups, (heads // groups + 2) * channels), hidden, 0,
+        "linear_qkv", (groups, (heads // groups + 2) * channels), hidden, 0,
         bias=config.add_bias_linear or config.add_qkv_bias, shared=2 * channels,
     )  # fmt: skip
-    proj = linear("self_attention.linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
+    proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=config.add_bias_linear)
     inputs = (query + key_value) * item
-    qkv_op = gemm(
-        qkv[0], config, seq_length, gradients=inputs, saved=(Saved("query, key and value", inputs),)
-    )  # fmt: skip
-    saved = (Saved("mixed values", query * item), dropout_mask(config))
-    proj_op = gemm(proj[0], config, seq_length, saved=saved)
+    kept = Saved("query, key and value", inputs)
+    ops = [
+        gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(kept,)),
+        _core(config, place, query, key_value),
+        gemm(proj[0], config, place.seq_length, saved=(Saved("mixed values", query * item),)),
+    ]
+    if place.rotary:
+        ops.insert(1, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
     head_norms: list[Param] = []
     if config.qk_layernorm and not config.qk_l2_norm:
-        for name in ("q_layernorm", "k_layernorm"):
-            head_norms += norm(f"self_attention.{name}", channels, config)
-    ops = [norm_op, qkv_op, _core(config, layer_number, seq_length, query, key_value), proj_op]
-    if rotary:
-        ops.insert(2, Op("rotary", "rotary", traffic=4.0 * item * (query + key_value / 2)))
-    return Piece("attention", (*entry, *qkv, *head_norms, *proj), tuple(ops), is_branch=True)
+        head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
+    return Piece("attention", (*qkv, *head_norms, *proj), tuple(ops))
 
 
-def _core(config: Config, layer_number: int, seq_length: int, query: int, key_value: int) -> Op:
+def _core(config: Config, place: LayerPlace, query: int, key_value: int) -> Op:
     """Attention between its projections; what it keeps beside its inputs and its output."""
-    pairs = visible_pairs(config, seq_length, layer_number)
+    pairs = visible_pairs(config, place.seq_length, place.layer_number)
     flops = 2.0 * 2.0 * pairs * config.num_attention_heads * config.kv_channels
     item, heads = activation_bytes(config), config.num_attention_heads // config.tensor_model_parallel_size
     kept = 4.0 * heads  # log-sum-exp
@@ -63,6 +60,6 @@ def _core(config: Config, layer_number: int, seq_length: int, query: int, key_va
         kept += query * item  # the ring's output in its own order
     elif config.attention_dropout or config.attention_backend in ("unfused", "local"):
         copies = (query + key_value // 2) * item  # of queries and scaled keys, in the order of the product
-        kept = heads * seq_length * (2 * item + 1 if config.attention_dropout else item) + copies
+        kept = heads * place.seq_length * (2 * item + 1 if config.attention_dropout else item) + copies
     saved = (Saved("attention", kept, ("core_attn",)),)
     return Op("attention", "attention", flops, gradients=query * item, saved=saved)

@@ -32,13 +32,13 @@ class PipelineConfig:
     """Count the output layer and loss as one layer when layers are split over stages, instead of by their FLOPs."""
 
     whole_layers_in_pipeline_split: bool = False
-    """Cut stages between layers only. Otherwise stages whose contents are not given may also end between the attention
-    and the feed-forward half of a layer, where that makes the slowest one more than 1% faster."""
+    """Cut stages between layers only. Otherwise stages whose contents are not given may also end between two branches
+    of a layer, attention and feed-forward network, where that makes the slowest one more than 1% faster."""
 
     pipeline_model_parallel_layout: str | None = None
     """Exact contents of every stage: E embedding, t layer, L loss, m multi-token head, | between stages, x*n for
-    repetition, such as Et*3|(tt|)*29,m|L. A layer may be cut: a is its attention half, f its feed-forward half, such as
-    Etta|ftL."""
+    repetition, such as Et*3|(tt|)*29,m|L. A layer may be cut: f is its last branch (the feed-forward network), a each
+    one before it (attention), such as Etta|ftL."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-h2"] | None = flag(
         "--pipeline-schedule"

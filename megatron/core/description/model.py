@@ -1,8 +1,9 @@
 """What a model is made of, as data: parameters of its pieces, operations, what they keep for backward. Torch-free.
 
-Beside every layer class stands a pure function that describes it (``describe_attention``, ``describe_mlp``, …).
-Parameter counts, FLOPs, memory, stage balance, roofline, dry run and self-checks fold over descriptions; none of them
-knows what a layer looks like. A test says that a description equals the model that is built.
+A mixer is described by a pure function ``describe(config, place) -> Piece`` (``describe_attention``, ``describe_mlp``
+…), which its class carries along, so that a layer spec tells what it builds; norm, dropout and residual sum around it
+are described here. Parameter counts, FLOPs, memory, stage balance, roofline, dry run and self-checks fold over
+descriptions; none of them knows what a layer looks like. A test says that a description equals the model that is built.
 
 Quantities are of one tensor-parallel rank and per token of its sequences, unless a field says otherwise.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,7 +21,18 @@ from megatron.core.pipeline_parallel.balance import ATTENTION_RATE, ModelCosts
 Config = Any
 """A TransformerConfig, or any configuration with its field names and sizes resolved."""
 
-Kind = Literal["gemm", "attention", "norm", "rotary", "activation", "cross entropy", "embedding"]
+Kind = Literal["gemm", "attention", "norm", "rotary", "activation", "cross entropy", "embedding", "other"]
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer stands, and what goes through it."""
+
+    layer_number: int
+    """From 1 over the whole model."""
+    seq_length: int
+    rotary: bool = False
+    """Whether queries and keys are rotated."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,8 @@ class Piece:
     ops: tuple[Op, ...] = ()
     is_branch: bool = False
     """Whether it is added to the residual stream."""
+    is_known: bool = True
+    """False: its module says nothing of itself."""
 
     def under(self, prefix: str) -> Piece:
         """The same with ``prefix`` before the names of its parameters."""
@@ -150,6 +164,11 @@ class ModelDescription:
             yield from piece.params
 
     @property
+    def unknown(self) -> list[str]:
+        """Pieces whose modules say nothing of themselves: counts and FLOPs are then without them."""
+        return sorted({piece.name for piece in self.pieces if not piece.is_known})
+
+    @property
     def num_parameters(self) -> int:
         """Padding and tied copies not counted."""
         return sum(each.numel for each in self.params())
@@ -179,9 +198,12 @@ class ModelDescription:
     @property
     def costs(self) -> ModelCosts:
         """For the balance of pipeline stages."""
+        names = tuple(tuple(branch.name for branch in branches) for branches in self.layers)
+        if self.unknown:
+            return ModelCosts(names, None)
         layers = [[branch.time for branch in branches] for branches in self.layers]
         unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 each where all are alike
-        return ModelCosts(tuple(tuple(time / unit for time in each) for each in layers), self.head.time / unit)
+        return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), self.head.time / unit)
 
 
 def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()) -> float:
@@ -230,15 +252,24 @@ def norm(name: str, size: int, config: Config) -> list[Param]:
     return [Param(f"{name}.{kind}", (size,), ndim=1) for kind in kinds]
 
 
-def residual_norm(name: str, config: Config) -> tuple[list[Param], Op]:
-    """The norm at the beginning of a branch. It keeps what it reads, and the branch's first product what it writes,
-    under --tp-comm-overlap at the positions of all ranks."""
+NormDescription = Callable[[str, int, Config], list[Param]]
+
+
+def _residual_norm(name: str, config: Config) -> Op:
+    """The norm at the beginning of a branch. It keeps what it reads, and the branch's first GEMM what it writes, under
+    --tp-comm-overlap at the positions of all ranks."""
     elements, item = stream_elements(config), activation_bytes(config)
     gathered = config.hidden_size if config.tp_comm_overlap else elements
     kept = (Saved("stream", elements * stream_bytes(config)), Saved("normed", gathered * item, ("layernorm",)))
-    return norm(name, config.hidden_size, config), Op("norm", name, traffic=8.0 * item * elements, saved=kept)
+    return Op("norm", name, traffic=8.0 * item * elements, saved=kept)
 
 
-def dropout_mask(config: Config) -> Saved:
-    """One byte per element of the stream."""
-    return Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))
+def residual_branch(
+    mixer: Piece, config: Config, *, name: str, norm_name: str, describe_norm: NormDescription = norm
+) -> Piece:
+    """x + dropout(mixer(norm(x))), of modules called ``name`` and ``norm_name``."""
+    entry = describe_norm(norm_name, config.hidden_size, config)
+    mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte an element
+    ops = [_residual_norm(norm_name, config), *mixer.ops]
+    ops[-1] = replace(ops[-1], saved=(*ops[-1].saved, mask))
+    return replace(mixer, params=(*entry, *mixer.under(f"{name}.").params), ops=tuple(ops), is_branch=True)

@@ -23,11 +23,10 @@ from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.apex import ApexNormalize, ApexWeightGradient
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.pipeline_parallel.stages import Half
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelOutput
 from megatron.core.transformer.norm import StreamNorm, make_norm
 from megatron.core.transformer.recompute import recomputed_modules
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 @dataclass(frozen=True)
@@ -66,24 +65,22 @@ def transformer_engine_attention(
     return te.TEDotProductAttention(config, layer_number, causal=causal, window=window, groups=groups)
 
 
-def transformer_engine_layer(
-    config: TransformerConfig, submodules: TransformerLayerSubmodules, layer_number: int = 1, *,
-    groups: ProcessGroups | None = None, half: Half | None = None,
-) -> TransformerLayer:  # fmt: skip
-    """A layer whose two norms are computed with the products behind them, where nothing else needs their outputs."""
-    layer = TransformerLayer(config, submodules, layer_number, groups=groups, half=half)
-    if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):
-        return layer
-    pairs = []
-    if layer.has_attention:
-        pairs.append((layer.input_layernorm, layer.self_attention.linear_qkv))
-    if layer.has_mlp:
-        pairs.append((layer.pre_mlp_layernorm, layer.mlp.linear_fc1))
-    for norm, linear in pairs:
-        both = isinstance(norm, te.TENorm) and isinstance(linear, te.TEColumnParallelLinear)
-        if both and linear.group.size == 1:
-            linear.take_over(norm)
-    return layer
+class TransformerEngineLayer(TransformerLayer):
+    """A layer whose norms are computed with the GEMMs behind them, where nothing else needs their outputs."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
+        groups: ProcessGroups | None = None, branches: range | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
+        if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):
+            return
+        for branch in self.branches:
+            linear = getattr(branch.mixer, "first_linear", None)
+            if not isinstance(branch.norm, te.TENorm) or not isinstance(linear, te.TEColumnParallelLinear):
+                continue
+            if linear.group.size == 1:
+                linear.take_over(branch.norm)
 
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
@@ -93,7 +90,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         ),
         te.NAME: Backend(
             te.NAME, te.TEColumnParallelLinear, te.TERowParallelLinear, te.TENorm, transformer_engine_attention,
-            transformer_engine_layer,
+            TransformerEngineLayer,
         ),
     }
 )  # fmt: skip
@@ -125,8 +122,9 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
         others |= dict.fromkeys(words for module in chunk.modules() for words in _words_of_parts(module))
         for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
             kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
-            if layer.has_attention:
-                attention.setdefault(_attention_of(layer), []).append(layer.layer_number)
+            for branch in layer.branches:
+                if (core := getattr(branch.mixer, "core_attention", None)) is not None:
+                    attention.setdefault(_words_of_attention(core), []).append(layer.layer_number)
     if kinds:
         yield f"layers: {', '.join(sorted(kinds))} (--transformer-impl)"
     for words, layers in attention.items():
@@ -151,8 +149,7 @@ def _words_of_parts(module: nn.Module) -> Iterator[str]:
         yield kernel.words
 
 
-def _attention_of(layer: TransformerLayer) -> str:
-    core = getattr(layer.self_attention, "core_attention", None)
+def _words_of_attention(core: nn.Module) -> str:
     if isinstance(core, CoreAttention):
         return core.description
     if isinstance(core, te.TEDotProductAttention):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.description.model import (
     Config,
+    LayerPlace,
     ModelDescription,
     Op,
     Param,
@@ -15,6 +19,7 @@ from megatron.core.description.model import (
     activation_bytes,
     gemm,
     norm,
+    residual_branch,
     stream_elements,
 )
 from megatron.core.transformer.mlp_description import describe_mlp
@@ -29,35 +34,42 @@ def describe_gpt(
     position_embedding_type: str = "learned_absolute",
     share_embeddings_and_output_weights: bool = False,
     make_vocab_size_divisible_by: int = 128,
+    spec: Any = None,
 ) -> ModelDescription:
     """The model that :class:`GPTModel` builds from the same arguments, on ``seq_length`` tokens a sequence.
 
-    ``vocab_size`` is the true size; 0 where it is not known.
+    ``vocab_size`` is the true size; 0 where it is not known. ``spec``: that of a layer, or one per layer; None: layers
+    of attention and a feed-forward network, described without torch.
     """
     multiple = math.lcm(make_vocab_size_divisible_by, config.tensor_model_parallel_size)
     table = (vocab_size, config.hidden_size)
     stored = (-(-vocab_size // multiple) * multiple, config.hidden_size)
     word = Param("embedding.word_embeddings.weight", table, {"tp": 0}, stored)
-    rotary = position_embedding_type in ("rope", "yarn")
-    layers = []
-    for index in range(config.num_layers):
-        attention = describe_attention(config, index + 1, seq_length, rotary=rotary)
-        mlp = describe_mlp(config, index + 1, seq_length)
-        layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in (attention, mlp)))
+    rotary, layers = position_embedding_type in ("rope", "yarn"), []
+    for index, describe in enumerate(_layer_descriptions(spec, config.num_layers)):
+        branches = describe(config, LayerPlace(index + 1, seq_length, rotary))
+        layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in branches))
     tied_to = word.name if share_embeddings_and_output_weights else None
     output = Param("output_layer.weight", table, {"tp": 0}, stored, tied_to=tied_to)
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
     return ModelDescription(_embedding(config, word, positions), tuple(layers), _head(config, output, seq_length))
 
 
-def describe_run(cfg: Config, vocab_size: int) -> ModelDescription:
-    """The GPT of resolved settings (a PretrainConfig)."""
-    return describe_gpt(
-        cfg, vocab_size=vocab_size, seq_length=cfg.seq_length, max_sequence_length=cfg.max_position_embeddings,
-        position_embedding_type=cfg.position_embedding_type,
-        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
-        make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
-    )  # fmt: skip
+def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config, LayerPlace], tuple[Piece, ...]]]:
+    if spec is None:
+        return [_decoder_layer] * num_layers
+    from megatron.core.transformer.layer_description import describe_layer  # specs are of torch's modules
+    from megatron.core.transformer.transformer_block import layer_specs
+
+    return [partial(describe_layer, each) for each in layer_specs(spec, num_layers)]
+
+
+def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    attention, mlp = describe_attention(config, place), describe_mlp(config, place)
+    return (
+        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
+        residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
+    )
 
 
 def _embedding(config: Config, word: Param, positions: int) -> Piece:

@@ -25,17 +25,20 @@ tokens, forward and backward, beside 670 of GEMMs."""
 
 
 class ModelCosts(NamedTuple):
-    """What the parts of a model cost, in units of its median layer."""
+    """The branches of a model and what they cost, in units of its median layer."""
 
-    layers: tuple[tuple[float, ...], ...]
-    """Costs of the branches of every layer."""
-    head: float
+    names: tuple[tuple[str, ...], ...]
+    """What the branches of every layer are called, in words."""
+    layers: tuple[tuple[float, ...], ...] | None
+    """Costs of the branches of every layer; None where they are not known: layers count alike and stay whole."""
+    head: float = 0.0
     """The output layer and the loss."""
 
     @property
     def branches(self) -> list[float]:
-        """All branches in order."""
-        return [cost for layer in self.layers for cost in layer]
+        """Costs of all branches in order; where they are not known, a layer costs 1."""
+        layers = self.layers or [[1 / len(own)] * len(own) for own in self.names]
+        return [cost for layer in layers for cost in layer]
 
 
 def shared_out(total: int, parts: int) -> list[int]:

@@ -2,9 +2,9 @@
 ``--dry-run`` alike. Torch-free.
 
 A pipeline of P ranks with V model chunks on each has P x V *stages*. A micro-batch visits them in order; stage ``s`` is
-chunk ``s // P`` of rank ``s % P``. Every stage holds a run of consecutive half layers, the first one also the
-embedding and the last one the output layer and the loss. A layer's halves are its two residual branches, attention and
-feed-forward network: x + branch is all that travels between stages, wherever the cut is.
+chunk ``s // P`` of rank ``s % P``. Every stage holds a run of consecutive residual branches, the first one also the
+embedding and the last one the output layer and the loss: x + branch is all that travels between stages, wherever the
+cut is.
 
 Unless the user lays the stages out, the slowest stage is made as fast as possible (``balance.py``).
 """
@@ -13,36 +13,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from megatron.core.pipeline_parallel.balance import LayoutError, ModelCosts, balanced_counts, shared_out, slowest
 
 PipelineShape = Any
-"""Any configuration with the fields above, ``pipeline_model_parallel_size`` and the sizes of the network, resolved."""
+"""Any configuration with the fields of ``PipelineConfig``, the pipeline's ranks and the network's sizes, resolved."""
+
+DECODER_LAYER = ("attention", "feed-forward")
+"""The branches of a layer of which nothing else is known."""
+
+BranchNames = Sequence[Sequence[str]]
+"""What the branches of each layer are called, in words."""
 
 
-Half = Literal["attention", "mlp"]
-"""Half of a layer: norm, attention, residual; or norm, feed-forward network, residual."""
+class LayerPart(NamedTuple):
+    """The branches of one layer that a stage holds."""
+
+    layer: int
+    """Global index, from 0."""
+    branches: range
+    """Which of the layer's branches."""
+    names: Sequence[str]
+    """Of all the layer's branches."""
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.branches) == len(self.names)
 
 
-def layers_of(half_layers: range) -> Iterator[tuple[int, Half | None]]:
-    """(global index of a layer, from 0; which half of it, None: both) of the layers that a range of half layers meets.
-
-    Half layer 2 k is the attention half of layer k, 2 k + 1 its feed-forward half.
-    """
-    if not half_layers:
-        return
-    for layer in range(half_layers.start // 2, (half_layers.stop + 1) // 2):
-        if 2 * layer not in half_layers:
-            yield layer, "mlp"
-        else:
-            yield layer, None if 2 * layer + 1 in half_layers else "attention"
+def parts_of(branches: range, names: BranchNames) -> Iterator[LayerPart]:
+    """The layers that a range of branches meets; branches are counted from 0 through the whole model."""
+    first = 0
+    for layer, own in enumerate(names):
+        held = range(max(branches.start - first, 0), min(branches.stop - first, len(own)))
+        if held:
+            yield LayerPart(layer, held, own)
+        first += len(own)
 
 
-def half_layers_of(layers: range) -> range:
-    """The half layers of whole ones."""
-    return range(2 * layers.start, 2 * layers.stop)
+def branches_of_layers(layers: range, names: BranchNames) -> range:
+    """The branches of whole layers."""
+    before = [0, *accumulate(map(len, names))]
+    return range(before[layers.start], before[layers.stop])
 
 
 @dataclass(frozen=True)
@@ -50,44 +65,44 @@ class StageContents:
     """What one stage holds."""
 
     stage: int
-    half_layers: range
-    """Global indices, from 0, as of :func:`layers_of`."""
+    branches: range
+    """Counted from 0 through the whole model."""
+    names: BranchNames = field(repr=False)
+    """Of the whole model."""
     embedding: bool = False
     loss: bool = False
     num_mtp: int = 0
     """Multi-token prediction layers."""
 
     @property
+    def parts(self) -> list[LayerPart]:
+        """Its branches, layer by layer."""
+        return list(parts_of(self.branches, self.names))
+
+    @property
     def num_layers(self) -> float:
-        """A half counts as one half."""
-        return len(self.half_layers) / 2
-
-    @property
-    def num_attention(self) -> int:
-        """Attention halves."""
-        return sum(half != "mlp" for _, half in layers_of(self.half_layers))
-
-    @property
-    def num_mlp(self) -> int:
-        """Feed-forward halves."""
-        return sum(half != "attention" for _, half in layers_of(self.half_layers))
+        """A branch counts as its share of a layer."""
+        return sum(len(part.branches) / len(part.names) for part in self.parts)
 
     @property
     def cuts_layers(self) -> bool:
         """Whether it begins or ends inside a layer."""
-        return any(half is not None for _, half in layers_of(self.half_layers))
+        return not all(part.is_whole for part in self.parts)
 
     def __str__(self) -> str:
-        names = ["embedding"] if self.embedding else []
-        layers = list(layers_of(self.half_layers))
-        whole = [layer + 1 for layer, half in layers if half is None]
-        if layers and layers[0][1] == "mlp":
-            names.append(f"feed-forward of layer {layers[0][0] + 1}")
-        if whole:
-            names.append(f"layer {whole[0]}" if len(whole) == 1 else f"layers {whole[0]}-{whole[-1]}")
-        if layers and layers[-1][1] == "attention":
-            names.append(f"attention of layer {layers[-1][0] + 1}")
-        return " + ".join(names + (["loss"] if self.loss else [])) or "nothing"
+        words = ["embedding"] if self.embedding else []
+        whole: list[int] = []
+        for part in [*self.parts, None]:
+            if part is not None and part.is_whole:
+                whole.append(part.layer + 1)
+                continue
+            if whole:
+                words.append(f"layer {whole[0]}" if len(whole) == 1 else f"layers {whole[0]}-{whole[-1]}")
+                whole = []
+            if part is not None:
+                held = " and ".join(part.names[branch] for branch in part.branches)
+                words.append(f"{held} of layer {part.layer + 1}")
+        return " + ".join(words + (["loss"] if self.loss else [])) or "nothing"
 
 
 # ---- layout strings
@@ -152,52 +167,76 @@ class _LayoutParser:
         return int(self.text[begin : self.at])
 
 
-_HALVES = {"t": 2, "a": 1, "f": 1}
+class _Order:
+    """What a layout string has named so far, and what may come next."""
+
+    def __init__(self, parser: _LayoutParser, names: BranchNames | None) -> None:
+        self.parser, self.names = parser, names
+        self.seen: set[str] = set()
+        self.layers: list[Sequence[str]] = []
+        self.branches = 0
+        self.left = 0
+        """Branches of the last layer that are still to come."""
+
+    def take(self, symbol: str, at: int) -> None:
+        """Raises LayoutError where ``symbol`` must not come."""
+        fail, seen = self.parser.fail, self.seen
+        if "L" in seen:
+            raise fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
+        if symbol == "E" and seen:
+            raise fail("there is a second E" if "E" in seen else "E must be the first entry:", at)
+        if symbol in _LAYERS and "m" in seen:
+            raise fail(f"{symbol!r} comes after m", at)
+        if self.left and (symbol not in "af" or (symbol == "a" and self.left == 1)):
+            raise fail(f"{symbol!r} comes between the branches of a layer, a and f,", at)
+        seen.add(symbol)
+        if symbol in _LAYERS:
+            self._take_layer(symbol, at)
+
+    def _take_layer(self, symbol: str, at: int) -> None:
+        if symbol == "f" and self.left != 1:
+            reason = f"is not the last branch of layer {len(self.layers)}" if self.left else "does not follow an a"
+            raise self.parser.fail(f"'f' (the last branch of a layer) {reason}", at)
+        if not self.left:
+            index = len(self.layers)
+            own = self.names[index] if self.names is not None and index < len(self.names) else DECODER_LAYER
+            if symbol == "a" and len(own) == 1:
+                raise self.parser.fail(f"'a' cuts layer {index + 1}, which is built as one piece,", at)
+            self.layers.append(own)
+            self.left = len(own)
+        taken = self.left if symbol == "t" else 1
+        self.branches, self.left = self.branches + taken, self.left - taken
 
 
-def parse_layout(text: str) -> list[StageContents]:
-    """The stages of a layout string such as ``Et*3|(tt|)*29,m|L``.
+_LAYERS = "taf"
+
+
+def parse_layout(text: str, names: BranchNames | None = None) -> list[StageContents]:
+    """The stages of a layout string such as ``Et*3|(tt|)*29,m|L``. ``names``: of the model's branches.
 
     Raises:
-        LayoutError: on anything but exactly one E, before every layer, and exactly one L, after every layer; on halves
-            of layers other than an a and, next among the layers, its f.
+        LayoutError: on anything but exactly one E, before every layer, and exactly one L, after every layer; on
+            branches of a layer other than a's and, last among them, an f.
     """
     parser = _LayoutParser(text)
-    entries = parser.items("")
-    stages: list[StageContents] = []
-    pending: list[tuple[str, int]] = []
-    seen: dict[str, int] = {}
-    first = begun = 0
-    for symbol, at in [*entries, ("|", len(text))]:
-        if symbol != "|":
-            _check_order(parser, seen, symbol, at)
-            seen[symbol] = seen.get(symbol, 0) + 1
-            begun += _HALVES.get(symbol, 0)
-            pending.append((symbol, at))
-            continue
-        count = [each for each, _ in pending].count
-        stages.append(StageContents(len(stages), range(first, begun), count("E") > 0, count("L") > 0, count("m")))
-        pending, first = [], begun
+    order = _Order(parser, names)
+    ends, held = [0], [""]
+    for symbol, at in parser.items(""):
+        if symbol == "|":
+            ends.append(order.branches)
+            held.append("")
+        else:
+            order.take(symbol, at)
+            held[-1] += symbol
     for symbol, what in (("E", "embedding"), ("L", "loss")):
-        if symbol not in seen:
+        if symbol not in order.seen:
             raise LayoutError(f"{text!r} has no {symbol} ({what})")
-    if not stages[0].embedding or not stages[-1].loss:
+    if "E" not in held[0] or "L" not in held[-1]:
         raise LayoutError(f"{text!r}: E belongs to the first stage and L to the last")
-    return stages
-
-
-def _check_order(parser: _LayoutParser, seen: dict[str, int], symbol: str, at: int) -> None:
-    if "L" in seen:
-        raise parser.fail("there is a second L" if symbol == "L" else f"{symbol!r} comes after L, the last entry,", at)
-    if symbol == "E" and seen:
-        raise parser.fail("there is a second E" if "E" in seen else "E must be the first entry:", at)
-    if symbol in _HALVES and "m" in seen:
-        raise parser.fail(f"{symbol!r} comes after m", at)
-    is_cut = seen.get("a", 0) > seen.get("f", 0)
-    if symbol == "f" and not is_cut:
-        raise parser.fail("'f' (feed-forward half) does not follow an a (attention half)", at)
-    if symbol != "f" and is_cut:
-        raise parser.fail(f"{symbol!r} comes between the halves of a layer, a and f,", at)
+    return [
+        StageContents(stage, range(*bounds), tuple(order.layers), "E" in own, "L" in own, own.count("m"))
+        for stage, (own, bounds) in enumerate(zip(held, pairwise([*ends, order.branches])))
+    ]
 
 
 # ---- stages
@@ -207,7 +246,7 @@ def virtual_pipeline_size(config: PipelineShape) -> int:
     """Model chunks per pipeline rank; 1 without an interleaved schedule."""
     ranks = config.pipeline_model_parallel_size
     if config.pipeline_model_parallel_layout is not None:
-        return max(1, len(parse_layout(config.pipeline_model_parallel_layout)) // ranks)
+        return max(1, _num_stages(config.pipeline_model_parallel_layout) // ranks)
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank
     if config.num_layers_per_virtual_pipeline_stage is not None:
@@ -216,40 +255,43 @@ def virtual_pipeline_size(config: PipelineShape) -> int:
     return 1
 
 
-def pipeline_stages(
-    config: PipelineShape, costs: ModelCosts | None = None, *, cuttable: bool = True
-) -> list[StageContents]:
+def _num_stages(layout: str) -> int:
+    return 1 + sum(symbol == "|" for symbol, _ in _LayoutParser(layout).items(""))
+
+
+def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> list[StageContents]:
     """The contents of every stage, in the order in which a micro-batch visits them.
 
-    ``costs`` are those of the model's description; without them layers are alike and stay whole, and the output layer
-    counts nothing. ``cuttable``: whether the model's layers can be built as halves. All callers of one run must pass
-    the same.
+    ``costs`` are those of the model's description; without them layers are decoder layers, all alike, and stay whole,
+    and the output layer counts nothing. All callers of one run must pass the same.
 
     Raises:
         LayoutError: where the settings cannot be met; the rules refuse those before anything starts.
     """
+    costs = ModelCosts((DECODER_LAYER,) * config.num_layers, None) if costs is None else costs
     ranks, chunks = config.pipeline_model_parallel_size, virtual_pipeline_size(config)
     if config.pipeline_model_parallel_layout is not None:
-        stages = parse_layout(config.pipeline_model_parallel_layout)
+        stages = parse_layout(config.pipeline_model_parallel_layout, costs.names)
         if len(stages) % ranks:
             raise LayoutError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
         if (num := sum(stage.num_layers for stage in stages)) != config.num_layers:
             raise LayoutError(f"the layout has {num:g} layers, the model {config.num_layers}")
-        if not cuttable and (cut := next((stage for stage in stages if stage.cuts_layers), None)):
-            raise LayoutError(f"the layout has {cut} on stage {cut.stage}, but this model's layers cannot be cut")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
-        return _from_counts([2 * count for count in _given_ends(config, ranks, chunks)])
-    return _from_counts(_balanced(config, ranks * chunks, costs, cuttable))
+        counts = _of_whole_layers(_given_ends(config, ranks, chunks), costs.names)
+    else:
+        counts = _balanced(config, ranks * chunks, costs)
+    ends, last = [0, *accumulate(counts)], len(counts) - 1
+    return [
+        StageContents(stage, range(*bounds), costs.names, stage == 0, stage == last)
+        for stage, bounds in enumerate(pairwise(ends))
+    ]
 
 
-def _from_counts(counts: Sequence[int]) -> list[StageContents]:
-    """From the number of half layers of each stage."""
-    stages, first = [], 0
-    for stage, count in enumerate(counts):
-        stages.append(StageContents(stage, range(first, first + count), stage == 0, stage == len(counts) - 1))
-        first += count
-    return stages
+def _of_whole_layers(counts: Sequence[int], names: BranchNames) -> list[int]:
+    """Branches per stage, from layers per stage."""
+    ends = [0, *accumulate(counts)]
+    return [len(branches_of_layers(range(*bounds), names)) for bounds in pairwise(ends)]
 
 
 def _given_ends(config: PipelineShape, ranks: int, chunks: int) -> list[int]:
@@ -269,8 +311,8 @@ WORTH_A_CUT = 0.01
 """Layers are cut where the slowest stage gets faster by more than this part."""
 
 
-def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts | None, cuttable: bool) -> list[int]:
-    """Half layers per stage."""
+def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts) -> list[int]:
+    """Branches per stage."""
     if num_stages > config.num_layers + 2:  # said before anything as long as that number is built
         raise LayoutError(f"{config.num_layers} layers cannot fill {num_stages} pipeline stages")
     front = float(config.account_for_embedding_in_pipeline_split)
@@ -278,13 +320,13 @@ def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts | None, 
     smallest = [1] * num_stages
     smallest[0] -= config.account_for_embedding_in_pipeline_split
     smallest[-1] -= config.account_for_loss_in_pipeline_split
-    if front or back or costs is None or num_stages == 1:
-        return [2 * count for count in balanced_counts([1.0] * config.num_layers, smallest, front, back)]
+    if front or back or costs.layers is None or num_stages == 1:
+        alike = balanced_counts([1.0] * config.num_layers, smallest, front, back)
+        return _of_whole_layers(alike, costs.names)
     layers, back = [sum(branches) for branches in costs.layers], costs.head
     whole = balanced_counts(layers, smallest, front, back)
-    if cuttable and not config.whole_layers_in_pipeline_split:
-        halves = costs.branches
-        cut = balanced_counts(halves, smallest, front, back)
-        if slowest(halves, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, whole, front, back):
+    if not config.whole_layers_in_pipeline_split:
+        cut = balanced_counts(costs.branches, smallest, front, back)
+        if slowest(costs.branches, cut, front, back) < (1 - WORTH_A_CUT) * slowest(layers, whole, front, back):
             return cut
-    return [2 * count for count in whole]
+    return _of_whole_layers(whole, costs.names)

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.rotary import RotaryTables
+from megatron.core.attention.description import describe_attention
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import (
@@ -28,11 +27,12 @@ from megatron.core.fusions.split_rotary import (
     choose_split_rotary,
 )
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.tensor_parallel.in_flight import InFlight
 from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, L2Norm, make_norm
+from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
 from megatron.core.transformer.recompute import run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -112,34 +112,42 @@ class SelfAttention(nn.Module):
         query, key, value = self._normed(grouped)
         return self._rotated(query, cos, sin, interleaved), self._rotated(key, cos, sin, interleaved), value
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        rotary_pos_emb: RotaryTables | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        dropout: DropoutCoordinates | None = None,
-    ) -> Tensor:
-        mixed = self.mix(hidden_states, attention_mask, rotary_pos_emb, packed_seq_params, dropout)
-        output, _ = self.linear_proj(mixed)
-        return output
+    describe = staticmethod(describe_attention)
 
-    def mix(
-        self,
-        hidden_states: Tensor | InFlight,
-        attention_mask: Tensor | None,
-        rotary_pos_emb: RotaryTables | None,
-        packed_seq_params: PackedSeqParams | None,
-        dropout: DropoutCoordinates | None,
-    ) -> Tensor:
+    @property
+    def first_linear(self) -> nn.Module:
+        """Where tokens enter."""
+        return self.linear_qkv
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its collectives can be left under way."""
+        return can_overlap(self.linear_qkv, self.linear_proj)
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        return drain(self.segments(hidden_states, ctx))
+
+    def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """The same, stopping where a collective may be under way."""
+        gathering = enter(self.linear_qkv, hidden_states, ctx)
+        yield
+        mixed = self.mix(gathering, ctx)
+        yield
+        summing = leave(self.linear_proj, mixed, ctx)
+        yield
+        return finish(self.linear_proj, summing, ctx)
+
+    def mix(self, hidden_states: Tensor | InFlight, ctx: ForwardContext) -> Tensor:
         """Everything up to the output projection: [s, b, heads * d]."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
-        if rotary_pos_emb is None:
+        if ctx.rotary_pos_emb is None:
             query, key, value = self._heads(grouped)
         else:
-            query, key, value = self._rotated_heads(grouped, *rotary_pos_emb, self.rotary_interleaved)
-        return self._run_core(self.core_attention, query, key, value, attention_mask, packed_seq_params, dropout)
+            query, key, value = self._rotated_heads(grouped, *ctx.rotary_pos_emb, self.rotary_interleaved)
+        return self._run_core(
+            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
+        )
 
 
 def _head_norm(

@@ -18,8 +18,11 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import activation_of, is_gated
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.recompute import forget_activation
+from megatron.core.transformer.mlp_description import describe_mlp
+from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
+from megatron.core.transformer.recompute import activation_output
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 
@@ -51,17 +54,34 @@ class MLP(nn.Module):
             submodules.linear_fc1, config.hidden_size, fc1_width, init_method=weight_init(config), **shared
         )
         self.activation = activation_of(config)
-        self._saving = forget_activation(config)
+        self._keeping = activation_output(config)
         self.linear_fc2 = build_module(
             submodules.linear_fc2, width, config.hidden_size, init_method=output_weight_init(config), **shared
         )
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output, _ = self.project(self.linear_fc1(hidden_states)[0])
-        return output
+    describe = staticmethod(describe_mlp)
 
-    def project(self, intermediate: Tensor, **how: bool) -> tuple[Any, Tensor | None]:
-        """The activation and fc2 of what fc1 gave; ``how`` is handed on to fc2."""
+    @property
+    def first_linear(self) -> nn.Module:
+        """Where tokens enter."""
+        return self.linear_fc1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its collectives can be left under way."""
+        return can_overlap(self.linear_fc1, self.linear_fc2)
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        return drain(self.segments(hidden_states, ctx))
+
+    def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """The same, stopping where a collective may be under way."""
+        gathering = enter(self.linear_fc1, hidden_states, ctx)
+        yield
+        intermediate, _ = self.linear_fc1(gathering)
+        yield
         activated = self.activation(intermediate)
-        with self._saving(activated, self.activation, intermediate):
-            return self.linear_fc2(activated, **how)
+        with self._keeping(activated, self.activation, intermediate):
+            summing = leave(self.linear_fc2, activated, ctx)
+        yield
+        return finish(self.linear_fc2, summing, ctx)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from megatron.core.description.model import (
     Config,
+    LayerPlace,
     Op,
     Piece,
     Saved,
     activation_bytes,
-    dropout_mask,
     gemm,
     linear,
-    residual_norm,
 )
 
 
@@ -20,24 +19,20 @@ def is_gated(config: Config) -> bool:
     return bool(config.swiglu or config.quick_geglu)
 
 
-def describe_mlp(config: Config, layer_number: int, seq_length: int) -> Piece:
-    """Norm, first layer, activation, second layer."""
+def describe_mlp(config: Config, place: LayerPlace) -> Piece:
+    """First layer, activation, second layer."""
     hidden, width, item = config.hidden_size, config.ffn_hidden_size, activation_bytes(config)
     gated, narrow = is_gated(config), width // config.tensor_model_parallel_size * item
     wide = narrow * (2 if gated else 1)
-    entry, norm_op = residual_norm("pre_mlp_layernorm", config)
-    fc1 = linear(
-        "mlp.linear_fc1", (2, width) if gated else (width,), hidden, int(gated), bias=config.add_bias_linear
-    )  # fmt: skip
-    fc2 = linear("mlp.linear_fc2", (hidden,), width, 1, bias=config.add_bias_linear)
-    fc1_op = gemm(
-        fc1[0], config, seq_length, gradients=wide, saved=(Saved("input of the activation", wide, ("mlp",)),)
-    )  # fmt: skip
-    fc2_op = gemm(fc2[0], config, seq_length, saved=(dropout_mask(config),))
+    fc1 = linear("linear_fc1", (2, width) if gated else (width,), hidden, int(gated), bias=config.add_bias_linear)
+    fc2 = linear("linear_fc2", (hidden,), width, 1, bias=config.add_bias_linear)
+    input_of_activation = Saved("input of the activation", wide, ("mlp",))
+    fc1_op = gemm(fc1[0], config, place.seq_length, gradients=wide, saved=(input_of_activation,))
     # reads and writes of forward and backward pass, in tensors of one width
     passes = 3 + 5 if gated else 2 + 3
     activation = Op(
         "activation", "activation", traffic=passes * narrow, gradients=narrow,
         saved=(Saved("output of the activation", narrow, ("mlp", "mlp_act")),),
     )  # fmt: skip
-    return Piece("feed-forward", (*entry, *fc1, *fc2), (norm_op, fc1_op, activation, fc2_op), is_branch=True)
+    ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
+    return Piece("feed-forward", (*fc1, *fc2), ops)

@@ -111,11 +111,14 @@ class _Recipe(NamedTuple):
     """In which it was to be kept: linear layers may flatten their input."""
 
 
-Forget = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], AbstractContextManager]
+OutputPolicy = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], AbstractContextManager]
+"""``policy(output, function, argument)``, where output is ``function(argument)``: what operations inside keep of it."""
 
 
-def forget(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
-    """Operations inside keep a recipe instead of ``output`` (contiguous), which is ``function(argument)``."""
+def discard_output(
+    output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor
+) -> AbstractContextManager:
+    """Operations inside keep a recipe instead of ``output`` (contiguous)."""
     if not torch.is_grad_enabled() or output is argument:
         return nullcontext()
     address, size, dtype = output.data_ptr(), output.numel(), output.dtype
@@ -133,17 +136,17 @@ def forget(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tenso
     return saved_tensors_hooks(pack, unpack)
 
 
-def remember(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
+def save_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
     """Operations inside keep ``output`` as usual."""
     return nullcontext()
 
 
-def forget_norms(config: RecomputeConfig) -> Forget:
-    """What a layer does with its norms' outputs."""
-    return forget if "layernorm" in recomputed_modules(config) else remember
+def norm_output(config: RecomputeConfig) -> OutputPolicy:
+    """What a branch does with the output of its norm."""
+    return discard_output if "layernorm" in recomputed_modules(config) else save_output
 
 
-def forget_activation(config: RecomputeConfig) -> Forget:
+def activation_output(config: RecomputeConfig) -> OutputPolicy:
     """What a feed-forward network does with its activation's output, unless it is recomputed as a whole."""
     modules = recomputed_modules(config)
-    return forget if "mlp_act" in modules and "mlp" not in modules else remember
+    return discard_output if "mlp_act" in modules and "mlp" not in modules else save_output

@@ -22,6 +22,31 @@ class ModuleSpec:
     submodules: Any = None
 
 
+@dataclass
+class BranchSpec:
+    """One residual branch of a layer, x + dropout(mixer(norm(x))). Parameters are called by ``name`` and ``norm_name``.
+
+    A stage may end behind any branch. ``mixer`` may bring a ``describe(config, place)`` (``description.py``).
+    """
+
+    name: str
+    mixer: ModuleSpec | Callable[..., Any]
+    norm: ModuleSpec | Callable[..., Any]
+    norm_name: str = ""
+    """Left out: ``pre_<name>_layernorm``."""
+    site: str = ""
+    """By which dropout masks are drawn; left out: ``name``."""
+
+    def __post_init__(self) -> None:
+        self.norm_name = self.norm_name or f"pre_{self.name}_layernorm"
+        self.site = self.site or self.name
+
+    @property
+    def dropout_name(self) -> str:
+        """Of the layer's module."""
+        return f"{self.site}_dropout"
+
+
 def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Instantiate a spec, or a class as it is. A spec's submodules go to the constructor as ``submodules``."""
     if not isinstance(spec, ModuleSpec):

@@ -1,5 +1,5 @@
-"""A stack of transformer layers: those of one pipeline stage, the first and the last of which may be halves, and the
-final norm on the last stage."""
+"""A stack of transformer layers: those of one pipeline stage, the first and the last of which may lack branches, and
+the final norm on the last stage."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.rotary import RotaryTables
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.pipeline_parallel.stages import half_layers_of, layers_of
-from megatron.core.random.dropout import DropoutCoordinates
-from megatron.core.transformer.interleave import Surroundings, can_be_halved, run_interleaved
+from megatron.core.pipeline_parallel.stages import branches_of_layers, parts_of
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.overlap import run_two_batch_overlap
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.transformer_layer import branches_of
 
 
 class LayerList(nn.Module):
@@ -55,8 +53,24 @@ class TransformerBlockSubmodules:
     layer_norm: ModuleSpec | Callable[..., Any] = make_norm
 
 
+def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) -> Sequence[ModuleSpec]:
+    """One spec per layer of the whole model.
+
+    Raises:
+        UserError: ``spec`` has another number of them.
+    """
+    if isinstance(spec, ModuleSpec):
+        return [spec] * num_layers
+    if len(spec.layer_specs) != num_layers:
+        raise UserError(
+            f"the block spec has {len(spec.layer_specs)} layer specs for {num_layers} layers; give one for each layer "
+            "of the whole model"
+        )
+    return spec.layer_specs
+
+
 class TransformerBlock(nn.Module):
-    """The ``half_layers`` of the model, as of ``pipeline_layout.layers_of``; [s, b, h] -> [s, b, h].
+    """The ``branches`` of the model (all), counted from 0 through its layers; [s, b, h] -> [s, b, h].
 
     ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``.
     """
@@ -66,65 +80,53 @@ class TransformerBlock(nn.Module):
         config: TransformerConfig,
         spec: ModuleSpec | TransformerBlockSubmodules,
         *,
-        half_layers: range | None = None,
+        branches: range | None = None,
         post_layer_norm: bool = True,
         groups: ProcessGroups | None = None,
     ) -> None:
         super().__init__()
         assert config.num_layers is not None
-        groups = groups or SINGLE_PROCESS
-        half_layers = half_layers_of(range(config.num_layers)) if half_layers is None else half_layers
-        if isinstance(spec, ModuleSpec):
-            spec = TransformerBlockSubmodules([spec] * config.num_layers)
-        if len(spec.layer_specs) != config.num_layers:
-            raise UserError(
-                f"the block spec has {len(spec.layer_specs)} layer specs for {config.num_layers} layers; give one "
-                f"for each "
-                "layer of the whole model"
-            )
+        groups, specs = groups or SINGLE_PROCESS, layer_specs(spec, config.num_layers)
+        names = branch_names(specs)
+        branches = branches_of_layers(range(config.num_layers), names) if branches is None else branches
         self.layers = LayerList()
-        for index, half in layers_of(half_layers):
-            part = {} if half is None else {"half": half}
-            layer = build_module(spec.layer_specs[index], config, layer_number=index + 1, groups=groups, **part)
-            self.layers.append(layer, index)
+        for part in parts_of(branches, names):
+            held = {} if part.is_whole else {"branches": part.branches}
+            layer = build_module(specs[part.layer], config, layer_number=part.layer + 1, groups=groups, **held)
+            self.layers.append(layer, part.layer)
         self._runs = layer_runs(config, len(self.layers), groups)
         """Which layers run together, and what they keep for backward."""
         self.final_layernorm = None
         if post_layer_norm:
+            norm = make_norm if isinstance(spec, ModuleSpec) else spec.layer_norm
             self.final_layernorm = build_module(
-                spec.layer_norm, config, config.hidden_size, config.norm_epsilon, groups=groups
+                norm, config, config.hidden_size, config.norm_epsilon, groups=groups
             )
-        self._interleaves = interleaves(config, groups) and all(_has_pieces(layer) for layer in self.layers)
+        self._overlaps = overlaps(config, groups) and all(getattr(layer, "overlaps", False) for layer in self.layers)
         self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        rotary_pos_emb: RotaryTables | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-        dropout: DropoutCoordinates | None = None,
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         hidden_states = hidden_states.to(self.stream_dtype)
-        around = Surroundings(attention_mask, rotary_pos_emb, packed_seq_params, dropout)
         for run, positions in self._runs:
-            hidden_states = run(partial(self._through, positions, around), hidden_states)
+            hidden_states = run(partial(self._through, positions, ctx), hidden_states)
         return hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
 
-    def _through(self, positions: range, around: Surroundings, hidden_states: Tensor) -> Tensor:
+    def _through(self, positions: range, ctx: ForwardContext, hidden_states: Tensor) -> Tensor:
         """Layers ``positions`` of this stage."""
         layers = [self.layers[position] for position in positions]
-        if self._interleaves and can_be_halved(hidden_states, around):
-            return run_interleaved(layers, hidden_states, around)
+        if self._overlaps and ctx.can_be_halved and hidden_states.shape[1] % 2 == 0:
+            return run_two_batch_overlap(layers, hidden_states, ctx)
         for layer in layers:
-            hidden_states = layer(hidden_states, *around)
+            hidden_states = layer(hidden_states, ctx)
         return hidden_states
 
 
-def interleaves(config: TransformerConfig, groups: ProcessGroups) -> bool:
-    """Whether halves of micro-batches take turns where they can."""
+def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
+    """Whether halves of micro-batches alternate where they can."""
     return config.tp_comm_overlap and config.sequence_parallel and groups.tp.size > 1
 
 
-def _has_pieces(layer: nn.Module) -> bool:
-    return isinstance(layer, TransformerLayer) and layer.has_pieces()
+def branch_names(specs: Sequence[ModuleSpec]) -> list[list[str]]:
+    """What the branches of each layer are called; of a layer that is built as one piece, one name."""
+    parts = [branches_of(spec) for spec in specs]
+    return [["layer"] if own is None else [each.name for each in own] for own in parts]

@@ -71,7 +71,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     ]
     task, model = parts.task, parts.task.description()
     num_parameters = task.num_parameters()
-    if model is not None and model.num_parameters != num_parameters:
+    if model is not None and (model.unknown or model.num_parameters != num_parameters):
         model = None  # the task says that it builds another model than the flags describe
     for line in describe_layout(parallel_state.get_rank_grid(), pieces, model):
         logger.info("%s", line)

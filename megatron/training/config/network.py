@@ -49,3 +49,7 @@ class ModelConfig:
 
     encoder_num_layers: Layers = flag()
     """Encoder layers of an encoder-decoder model; default: --num-layers."""
+
+    spec: list[str] | None = flag("--spec", nargs="*", metavar="MODULE NAME")
+    """Python module and the name in it of your own layers: the spec of one layer, of one layer each, or a function that
+    makes it and may take the library's ``config``. ``local`` means the built-in ones."""

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.models.gpt_description import describe_run
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.schedules import learning_rate as schedules
 from megatron.training.arguments import validate_args
 from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
+from megatron.training.model_description import describe_run
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 
@@ -99,6 +99,8 @@ def _model(cfg: PretrainConfig) -> Rows:
     if vocab_size is not None:
         yield "vocabulary", f"{vocab_size} ({source}), padded to {model.stored_vocabulary}"
     without = "" if vocab_size else " without the embedding"
+    if model.unknown:
+        without += f" and without {', '.join(model.unknown)}, which has no describe(config, place)"
     layers = sorted({sum(branch.num_parameters for branch in layer) for layer in model.layers})
     per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
     stored = f"; {model.padding:,} more of padding" if model.padding else ""

@@ -24,11 +24,11 @@ from megatron.core.description.model import (
     kept_bytes,
     stream_elements,
 )
-from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.core.pipeline_parallel.stages import StageContents
 from megatron.core.sharding.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import describe_run
 from megatron.training.report.pipeline import enough_microbatches, layers_held, pieces_of, schedule_of, stages_of
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 from megatron.core.description.model import ModelDescription, Piece
-from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_parallel.actions import Action, Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
 from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stages, virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import describe_run
 
 
 def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
@@ -21,11 +21,7 @@ def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents
 
 def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piece]]:
     """The branches that a stage holds, layer by layer."""
-    found = []
-    for layer, branches in enumerate(model.layers):
-        own = [branch for index, branch in enumerate(branches) if 2 * layer + index in stage.half_layers]
-        found += [own] if own else []
-    return found
+    return [[model.layers[part.layer][branch] for branch in part.branches] for part in stage.parts]
 
 
 def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
@@ -48,7 +44,7 @@ def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) ->
     costs = describe_run(cfg, vocab_size or 0).costs
     before = [0.0, *accumulate(costs.branches)]
     stages = stages_of(cfg, vocab_size)
-    forward = [before[stage.half_layers.stop] - before[stage.half_layers.start] for stage in stages]
+    forward = [before[stage.branches.stop] - before[stage.branches.start] for stage in stages]
     forward[-1] += costs.head
 
     def cost(stage: int, action: Action) -> float:

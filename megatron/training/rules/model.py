@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.core.config.cli import Problem
+from megatron.core.config.errors import UserError
+from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Rule, missing, problem
 
@@ -19,6 +21,15 @@ def architecture_is_given(cfg: PretrainConfig) -> Problems:
             yield missing(field)
     if cfg.seq_length is None:
         yield missing("seq_length")
+
+
+def layers_of_your_own_are_found(cfg: PretrainConfig) -> Problems:
+    if cfg.spec in (None, ["local"]):
+        return
+    try:
+        import_module(cfg.spec)
+    except UserError as error:
+        yield problem(cfg, "spec", str(error).partition(": ")[2])
 
 
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
@@ -114,6 +125,7 @@ def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
 
 RULES: tuple[Rule, ...] = (
     architecture_is_given,
+    layers_of_your_own_are_found,
     heads_divide_the_width,
     query_groups_divide_the_heads,
     positions_cover_the_sequence,

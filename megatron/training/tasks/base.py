@@ -64,10 +64,14 @@ class Task:
 
     def num_parameters(self) -> int | None:
         """Parameters of the whole model, which the build must add up to; None when unknown."""
-        description = self.description()
+        description = self._whole_description()
         return None if description is None else description.num_parameters
 
     def flops_per_sample(self) -> float | None:
         """Model FLOPs of one training sample, forward and backward, without recomputation; None when unknown."""
-        description = self.description()
+        description = self._whole_description()
         return None if description is None else description.flops_per_sample
+
+    def _whole_description(self) -> ModelDescription | None:
+        description = self.description()
+        return None if description is None or description.unknown else description

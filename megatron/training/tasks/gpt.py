@@ -17,13 +17,13 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
-from megatron.training.data.datasets import NumSamples, check_tokenizer_of_data, data_source_options
+from megatron.training.data.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
-from megatron.training.tasks.base import Task
+from megatron.training.model_description import describe_run, layers_of_spec
+from megatron.training.tasks.base import NumSamples, Task
 
 
 class GPTTask(Task):
@@ -34,10 +34,11 @@ class GPTTask(Task):
     ) -> nn.Module:
         """A :class:`GPTModel` of the flags' shape; initial weights depend on the seed and the names alone."""
         cfg = self.cfg
-        config = core_transformer_config_from_args(cfg)
+        config, own = core_transformer_config_from_args(cfg), layers_of_spec(cfg)
+        spec = own or get_gpt_decoder_block_spec(config, cfg.transformer_impl == "transformer_engine")
         return GPTModel(
             config=config,
-            transformer_layer_spec=get_gpt_decoder_block_spec(config, cfg.transformer_impl == "transformer_engine"),
+            transformer_layer_spec=spec,
             vocab_size=self.vocab_size,
             max_sequence_length=cfg.max_position_embeddings,
             pre_process=pre_process,
@@ -52,15 +53,15 @@ class GPTTask(Task):
             seed=cfg.seed,
             make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
             groups=parallel_state.get_process_groups(),
-            half_layers=self._half_layers(vp_stage or 0),
+            branches=self._branches(vp_stage or 0),
             vp_stage=vp_stage,
         )
 
-    def _half_layers(self, vp_stage: int) -> range:
+    def _branches(self, vp_stage: int) -> range:
         """What this rank's model chunk holds; unlike GPTModel, the task knows the length of the training sequences."""
         cfg, pp = self.cfg, parallel_state.get_process_groups().pp
         stages = pipeline_stages(cfg, self.description().costs)
-        return stages[pp.rank + vp_stage * pp.size].half_layers
+        return stages[pp.rank + vp_stage * pp.size].branches
 
     @property
     def vocab_size(self) -> int:

@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.harness import jobs, roofline, rows
 from benchmarks.harness import kernel_classes as kinds
-from megatron.core.models.gpt_description import describe_run
 from megatron.training.arguments import parse_args
 from megatron.training.config.resolve import resolve
+from megatron.training.model_description import describe_run
 from megatron.training.rules.run_all import check
 
 CEILINGS = roofline.load_ceilings()

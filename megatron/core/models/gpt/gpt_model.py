@@ -17,20 +17,21 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, yarn_scaling
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.pipeline_parallel.stages import half_layers_of, pipeline_stages
+from megatron.core.pipeline_parallel.stages import branches_of_layers, pipeline_stages
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import can_be_cut
 
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 
@@ -41,9 +42,9 @@ class GPTModel(MegatronModule):
     ``vocab_size`` is the true size; it is stored padded to a multiple of ``make_vocab_size_divisible_by``, and the
     padding takes part in nothing. Initial weights are functions of ``seed`` (``config.seed``) and their names; with
     ``config.perform_initialization`` off, weights are zero and norms are the identity, for a checkpoint to fill.
-    On a pipeline stage the model holds the layers that ``pipeline_layout`` gives to this rank and ``vp_stage`` (its
-    chunk of an interleaved schedule), or ``layer_range`` (global indices of whole layers), or ``half_layers`` (those of
-    ``pipeline_layout.layers_of``).
+    On a pipeline stage the model holds what ``pipeline_parallel.stages`` gives to this rank and ``vp_stage`` (its chunk
+    of an interleaved schedule), or ``layer_range`` (global indices of whole layers), or ``branches`` (counted from 0
+    through all layers).
     The model is built on ``config.use_cpu_initialization``'s device: the CPU, else the current GPU if there is one.
     """
 
@@ -70,7 +71,7 @@ class GPTModel(MegatronModule):
         seed: int | None = None,
         groups: ProcessGroups | None = None,
         layer_range: range | None = None,
-        half_layers: range | None = None,
+        branches: range | None = None,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
@@ -79,12 +80,14 @@ class GPTModel(MegatronModule):
         seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
         self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
-        if layer_range is not None:
-            if half_layers is not None:
-                raise ValueError("layer_range and half_layers both say what this stage holds: give one of them")
-            half_layers = half_layers_of(layer_range)
-        elif half_layers is None:
-            half_layers = self._half_layers_of_this_stage(transformer_layer_spec, vocab_size, max_sequence_length)
+        if layer_range is not None and branches is not None:
+            raise ValueError("layer_range and branches both say what this stage holds: give one of them")
+        if branches is None:
+            described = describe_gpt(
+                config, vocab_size=vocab_size, seq_length=max_sequence_length, max_sequence_length=max_sequence_length,
+                spec=transformer_layer_spec,
+            )  # fmt: skip
+            branches = self._branches_of_this_stage(described, layer_range)
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
@@ -99,33 +102,27 @@ class GPTModel(MegatronModule):
             Llama3Scaling(rope_scaling_factor) if rope_scaling else None, seq_len_interpolation_factor,
         )  # fmt: skip
         with torch.device(_construction_device(config)):
-            self._build(transformer_layer_spec, half_layers, position_embedding_type == "learned_absolute")
+            self._build(transformer_layer_spec, branches, position_embedding_type == "learned_absolute")
             if config.perform_initialization:
                 initialize_parameters(self, seed, self.groups)
 
-    def _half_layers_of_this_stage(
-        self, spec: ModuleSpec | TransformerBlockSubmodules, vocab_size: int, seq_length: int
-    ) -> range:
-        """What is between ``pre_process`` and ``post_process`` on this pipeline rank; layers whose class knows nothing
-        of halves stay whole."""
-        pp = self.groups.pp
-        specs = [spec] if isinstance(spec, ModuleSpec) else spec.layer_specs
-        cuttable = all(can_be_cut(each) for each in specs)
-        described = describe_gpt(
-            self.config, vocab_size=vocab_size, seq_length=seq_length, max_sequence_length=seq_length
-        )
-        stages = pipeline_stages(self.config, described.costs, cuttable=cuttable)
+    def _branches_of_this_stage(self, described: ModelDescription, layers: range | None) -> range:
+        """Those of ``layers``, or what is between ``pre_process`` and ``post_process`` on this pipeline rank."""
+        costs, pp = described.costs, self.groups.pp
+        if layers is not None:
+            return branches_of_layers(layers, costs.names)
+        stages = pipeline_stages(self.config, costs)
         if self.config.pipeline_model_parallel_size != pp.size:
             raise UserError(
                 f"config.pipeline_model_parallel_size is {self.config.pipeline_model_parallel_size}, but there are "
                 f"{pp.size} pipeline ranks: give both the same number, or layer_range"
             )
-        return stages[pp.rank + (self.vp_stage or 0) * pp.size].half_layers
+        return stages[pp.rank + (self.vp_stage or 0) * pp.size].branches
 
     def _build(
         self,
         spec: ModuleSpec | TransformerBlockSubmodules,
-        half_layers: range,
+        branches: range,
         learned_positions: bool,
     ) -> None:
         config = self.config
@@ -135,7 +132,7 @@ class GPTModel(MegatronModule):
                 divisible_by=self.divisible_by, groups=self.groups,
             )  # fmt: skip
         self.decoder = TransformerBlock(
-            config, spec, half_layers=half_layers, post_layer_norm=self.post_process, groups=self.groups
+            config, spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
         )
         if self.post_process:
             assert config.hidden_size is not None
@@ -215,7 +212,8 @@ class GPTModel(MegatronModule):
         rotary = None
         if self.rotary_pos_emb is not None:
             rotary = self.rotary_pos_emb(length, input_ids.device, self.groups.cp)
-        hidden_states = self.decoder(hidden_states, attention_mask, rotary, packed_seq_params, dropout)
+        context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout)
+        hidden_states = self.decoder(hidden_states, context)
         return self._outputs(hidden_states, labels) if self.post_process else hidden_states
 
     def _outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:

@@ -77,20 +77,20 @@ def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch)
                       fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
 
 
-def test_halves_of_layers_compose(monkeypatch):
+def test_branches_of_layers_compose(monkeypatch):
     fake_transformer_engine.install(monkeypatch)
     whole = make_model(True)
     config = whole.config
     x = torch.randn(LENGTH, BATCH, config.hidden_size, dtype=torch.float64)
     spec = get_gpt_layer_with_transformer_engine_spec()
-    halves = [build_module(spec, config, layer_number=1, half=half) for half in ("attention", "mlp")]
+    parts = [build_module(spec, config, layer_number=1, branches=range(at, at + 1)) for at in range(2)]
     layer = whole.decoder.layers[0].eval()
     weights = layer.state_dict()
-    assert sorted(name for half in halves for name in half.state_dict()) == sorted(weights)
-    for half in halves:
-        half.load_state_dict({name: weights[name] for name in half.state_dict()})
-        half.eval()
-    torch.testing.assert_close(halves[1](halves[0](x)), layer(x))
+    assert sorted(name for part in parts for name in part.state_dict()) == sorted(weights)
+    for part in parts:
+        part.load_state_dict({name: weights[name] for name in part.state_dict()})
+        part.eval()
+    torch.testing.assert_close(parts[1](parts[0](x)), layer(x))
 
 
 def test_checkpoints_do_not_know_who_computed(monkeypatch):

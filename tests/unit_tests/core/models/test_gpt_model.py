@@ -32,7 +32,7 @@ def make_config(**overrides):
 def make_model(config=None, **overrides):
     names = {"position_embedding_type", "share_embeddings_and_output_weights", "rotary_percent", "seed", "vocab_size",
              "make_vocab_size_divisible_by", "rotary_base", "pre_process", "post_process", "layer_range",
-             "half_layers"}  # fmt: skip
+             "branches"}  # fmt: skip
     options = {name: overrides.pop(name) for name in list(overrides) if name in names}
     config = config or make_config(**overrides)
     arguments = {"vocab_size": VOCAB, "max_sequence_length": 16, "make_vocab_size_divisible_by": 64, **options}
@@ -309,7 +309,7 @@ def test_stages_that_cut_layers_hold_half_of_the_names_and_compose(fields):
     whole = make_model(num_layers=3, **fields)
     bounds = [0, 1, 2, 5, 6]
     stages = [
-        make_model(num_layers=3, half_layers=range(*ends), pre_process=not ends[0], post_process=ends[1] == 6, **fields)
+        make_model(num_layers=3, branches=range(*ends), pre_process=not ends[0], post_process=ends[1] == 6, **fields)
         for ends in zip(bounds, bounds[1:])
     ]
     names = [stage.state_dict().keys() for stage in stages]
@@ -325,12 +325,12 @@ def test_stages_that_cut_layers_hold_half_of_the_names_and_compose(fields):
         stage.set_input_tensor(hidden)
         hidden = stage(tokens, positions, labels=labels if stage.post_process else None)
     torch.testing.assert_close(hidden, whole(tokens, positions, labels=labels), rtol=1e-12, atol=1e-12)
-    with pytest.raises(ValueError, match="layer_range and half_layers both"):
-        make_model(num_layers=3, half_layers=range(2), layer_range=range(1))
+    with pytest.raises(ValueError, match="layer_range and branches both"):
+        make_model(num_layers=3, branches=range(2), layer_range=range(1))
 
 
 class LayerOfAProgram(TransformerLayer):
-    """Knows nothing of halves."""
+    """One piece: what it adds belongs to no branch."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return super().forward(hidden_states, *args, **kwargs) + self.mlp.linear_fc2.weight.sum()
@@ -345,11 +345,12 @@ def stage_of_two(rank, spec, **fields):
 
 
 def held(model):
-    return [(index, layer.has_attention, layer.has_mlp) for index, layer in zip(model.decoder.layers.indices,
-                                                                               model.decoder.layers)]
+    layers = zip(model.decoder.layers.indices, model.decoder.layers)
+    return [(index, "self_attention" in dict(layer.named_children()), "mlp" in dict(layer.named_children()))
+            for index, layer in layers]
 
 
-def test_layers_whose_class_knows_nothing_of_halves_stay_whole():
+def test_layers_that_are_one_piece_stay_whole():
     """1.5 of 3 layers of equal halves are the best stage; else 2."""
     equal = {"ffn_hidden_size": 48}
     ours = get_gpt_layer_local_spec()
@@ -360,7 +361,7 @@ def test_layers_whose_class_knows_nothing_of_halves_stay_whole():
     assert all(each[1:] == (True, True) for rank in (0, 1) for each in held(stage_of_two(rank, theirs, **equal)))
     whole = held(stage_of_two(0, ours, whole_layers_in_pipeline_split=True, **equal))
     assert all(each[1:] == (True, True) for each in whole)
-    with pytest.raises(ValueError, match="attention of layer 2 on stage 0, but this model's layers cannot be cut"):
+    with pytest.raises(ValueError, match="'a' cuts layer 2, which is built as one piece, at position 3"):
         stage_of_two(0, theirs, pipeline_model_parallel_layout="Eta|ftL")
 
 

@@ -11,8 +11,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.pipeline_parallel.balance import ModelCosts, balanced_counts, slowest
 from megatron.core.pipeline_parallel.stages import (
+    DECODER_LAYER,
     LayoutError,
-    layers_of,
     parse_layout,
     pipeline_stages,
     virtual_pipeline_size,
@@ -37,7 +37,7 @@ def counts(config, costs=None, **options):
 
 def alike(num_layers, attention=1 / 3, head=0.0):
     """Layers of which attention takes this share."""
-    return ModelCosts(((attention, 1 - attention),) * num_layers, head)
+    return ModelCosts((DECODER_LAYER,) * num_layers, ((attention, 1 - attention),) * num_layers, head)
 
 
 SPLITS = [
@@ -60,7 +60,7 @@ def test_every_layer_is_on_exactly_one_stage(num_layers, ranks, split, head):
         assert "layers" in str(error)
         return
     assert len(stages) == ranks * virtual_pipeline_size(config)
-    assert list(itertools.chain(*(stage.half_layers for stage in stages))) == list(range(2 * num_layers))
+    assert list(itertools.chain(*(stage.branches for stage in stages))) == list(range(2 * num_layers))
     assert [stage.embedding for stage in stages] == [True] + [False] * (len(stages) - 1)
     assert [stage.loss for stage in stages] == [False] * (len(stages) - 1) + [True]
 
@@ -123,14 +123,14 @@ def test_the_output_layer_weighs_as_much_as_the_layers_that_take_as_long():
 def test_layers_are_cut_where_that_makes_the_slowest_stage_faster():
     stages = pipeline_stages(llama(), LLAMA)
     assert [stage.num_layers for stage in stages] == [8.5, 8.5, 8.5, 6.5]
-    assert [(stage.num_attention, stage.num_mlp) for stage in stages] == [(9, 8), (8, 9), (9, 8), (6, 7)]
+    held = [[name for part in stage.parts for name in map(part.names.__getitem__, part.branches)] for stage in stages]
+    assert [tuple(map(own.count, DECODER_LAYER)) for own in held] == [(9, 8), (8, 9), (9, 8), (6, 7)]
     assert list(map(str, stages)) == [
         "embedding + layers 1-8 + attention of layer 9", "feed-forward of layer 9 + layers 10-17",
         "layers 18-25 + attention of layer 26", "feed-forward of layer 26 + layers 27-32 + loss",
     ]  # fmt: skip
-    assert pipeline_stages(llama(), LLAMA, cuttable=False) == pipeline_stages(
-        llama(whole_layers_in_pipeline_split=True), LLAMA
-    )
+    one_piece = ModelCosts((("layer",),) * 32, tuple((sum(own),) for own in LLAMA.layers), LLAMA.head)
+    assert counts(llama(), one_piece) == counts(llama(whole_layers_in_pipeline_split=True), LLAMA) == [8, 8, 9, 7]
     chunks = counts(llama(num_virtual_stages_per_pipeline_rank=2), LLAMA)
     assert chunks == [4, 4, 4, 4, 4.5, 4.5, 4.5, 2.5]
 
@@ -170,9 +170,9 @@ def test_layout_strings_say_exactly_what_every_stage_holds():
         "embedding + layers 1-3", "layers 4-5", "loss",
     ]  # fmt: skip
     cut = parse_layout("Eta|f|aft*2a||fL")
-    assert [list(layers_of(stage.half_layers)) for stage in cut] == [
-        [(0, None), (1, "attention")], [(1, "mlp")], [(2, None), (3, None), (4, None), (5, "attention")], [],
-        [(5, "mlp")],
+    both, first, second = [0, 1], [0], [1]
+    assert [[(part.layer, list(part.branches)) for part in stage.parts] for stage in cut] == [
+        [(0, both), (1, first)], [(1, second)], [(2, both), (3, both), (4, both), (5, first)], [], [(5, second)],
     ]  # fmt: skip
     assert [(stage.num_layers, stage.cuts_layers) for stage in cut] == [
         (1.5, True), (0.5, True), (3.5, True), (0, False), (0.5, True),
@@ -202,11 +202,11 @@ def test_layout_strings_say_exactly_what_every_stage_holds():
         ("Et|t", "has no L"),
         ("t|L", "has no E"),
         ("|Et|L", "E belongs to the first stage"),
-        ("Ef|aL", "'f' (feed-forward half) does not follow an a (attention half) at position 2"),
-        ("Eaff|L", "'f' (feed-forward half) does not follow an a (attention half) at position 4"),
-        ("Ea|tf|L", "'t' comes between the halves of a layer, a and f, at position 4"),
-        ("Ea|a|ffL", "'a' comes between the halves of a layer, a and f, at position 4"),
-        ("Eta|L", "'L' comes between the halves of a layer, a and f, at position 5"),
+        ("Ef|aL", "'f' (the last branch of a layer) does not follow an a at position 2"),
+        ("Eaff|L", "'f' (the last branch of a layer) does not follow an a at position 4"),
+        ("Ea|tf|L", "'t' comes between the branches of a layer, a and f, at position 4"),
+        ("Ea|a|ffL", "'a' comes between the branches of a layer, a and f, at position 4"),
+        ("Eta|L", "'L' comes between the branches of a layer, a and f, at position 5"),
         ("Et|mafL", "'a' comes after m at position 5"),
         ("Et|L|", "L to the last"),
         ("Et*999999|L", "more than 10000 entries at position 2"),
@@ -224,5 +224,33 @@ def test_a_layout_that_does_not_fit_the_model_is_refused():
         pipeline_stages(shape(2, 2, pipeline_model_parallel_layout="Et|t|L"))
     with pytest.raises(ValueError, match="2 layers, the model 3"):
         pipeline_stages(shape(3, 3, pipeline_model_parallel_layout="Et|t|L"))
-    with pytest.raises(ValueError, match="attention of layer 2 on stage 0, but this model's layers cannot be cut"):
-        pipeline_stages(shape(2, 2, pipeline_model_parallel_layout="Eta|fL"), cuttable=False)
+    names = (DECODER_LAYER, ("layer",))
+    with pytest.raises(ValueError, match="'a' cuts layer 2, which is built as one piece, at position 3"):
+        pipeline_stages(shape(2, 2, pipeline_model_parallel_layout="Eta|fL"), ModelCosts(names, None))
+
+
+THREE = ("recurrence", "attention", "feed-forward")
+MIXED = ModelCosts((DECODER_LAYER, THREE, ("layer",)), None)
+
+
+def test_a_layer_of_three_branches_ends_a_stage_behind_any_of_them():
+    def stages(text):
+        return pipeline_stages(shape(3, text.count("|") + 1, pipeline_model_parallel_layout=text), MIXED)
+
+    assert list(map(str, stages("Eta|a|ftL"))) == [
+        "embedding + layer 1 + recurrence of layer 2", "attention of layer 2",
+        "feed-forward of layer 2 + layer 3 + loss",
+    ]  # fmt: skip
+    assert str(stages("Eta|aftL")[1]) == "attention and feed-forward of layer 2 + layer 3 + loss"
+    assert [stage.num_layers for stage in stages("Etaa|f|tL")] == pytest.approx([5 / 3, 1 / 3, 1])
+    for text, reason in (("Eta|ftL", "is not the last branch of layer 2"), ("Eaaf|ttL", "'a' comes between")):
+        with pytest.raises(LayoutError, match=reason):
+            stages(text)
+
+
+def test_layers_of_three_branches_are_balanced_by_what_each_costs():
+    costs = ModelCosts((THREE,) * 2, ((0.5, 0.25, 0.25),) * 2, 1.0)
+    assert list(map(str, pipeline_stages(shape(2, 2), costs))) == [
+        "embedding + layer 1 + recurrence of layer 2", "attention and feed-forward of layer 2 + loss",
+    ]  # fmt: skip
+    assert counts(shape(2, 2), ModelCosts((THREE,) * 2, None)) == [1, 1]

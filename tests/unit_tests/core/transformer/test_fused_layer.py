@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.random import dropout as dropout_module
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from tests.test_utils.kernels import DEVICE
 
@@ -49,7 +50,7 @@ def run(layer):
     positions = torch.arange(LENGTH, device=DEVICE)
     samples = torch.tensor([7, 1 << 40], device=DEVICE)
     coordinates = DropoutCoordinates(DropoutStream(3), samples, positions, positions)
-    output = layer(hidden, None, RotaryEmbedding(6, 1.0)(LENGTH, DEVICE), None, coordinates)
+    output = layer(hidden, ForwardContext(rotary_pos_emb=RotaryEmbedding(6, 1.0)(LENGTH, DEVICE), dropout=coordinates))
     output.square().sum().backward()
     return [output.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())]
 

@@ -11,13 +11,14 @@ from megatron.core.attention.tiles import Visibility, whole_tile
 from megatron.core.attention.window import layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.random.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import Normal, XavierUniform
 from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_layer import TransformerLayer, can_be_cut
+from megatron.core.transformer.transformer_layer import TransformerLayer, branches_of
 from tests.test_utils.reference_attention import reference_attention
 
 DOUBLE = torch.float64
@@ -136,17 +137,26 @@ def test_specs_pass_parameters_and_submodules():
     assert build_module(make, 2, b=3) == ((2,), {"b": 3})
 
 
-def test_only_layers_whose_own_constructor_knows_of_halves_are_cut():
+def test_only_layers_that_run_nothing_but_their_branches_are_cut():
     class Inherits(TransformerLayer):
         pass
 
-    class OfTheUser:
-        def __init__(self, config):
-            pass
+    class AddsSomething(TransformerLayer):
+        def forward(self, hidden_states, ctx):
+            return 2 * super().forward(hidden_states, ctx)
 
-    assert can_be_cut(TransformerLayer) and can_be_cut(ModuleSpec(module=TransformerLayer))
-    assert can_be_cut(lambda config, half: None) and not can_be_cut(lambda config: None)
-    assert not can_be_cut(Inherits) and not can_be_cut(OfTheUser)
+    class BuildsItself(TransformerLayer):
+        def __init__(self, config, submodules, layer_number=1, *, groups=None):
+            super().__init__(config, submodules, layer_number, groups=groups)
+
+    slots = get_gpt_layer_local_spec().submodules
+    for kind in (TransformerLayer, Inherits):
+        assert [each.name for each in branches_of(ModuleSpec(kind, submodules=slots))] == ["self_attention", "mlp"]
+    for kind in (AddsSomething, BuildsItself, torch.nn.Linear, lambda config: None):
+        assert branches_of(ModuleSpec(kind, submodules=slots)) is None
+    assert [each.name for each in branches_of(ModuleSpec(TransformerLayer, submodules=slots.branches[:1] * 3))] == [
+        "self_attention"
+    ] * 3
 
 
 @pytest.mark.parametrize(

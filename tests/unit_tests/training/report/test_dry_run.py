@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from megatron.core.config.cli import ConfigError
-from megatron.core.models.gpt_description import describe_run
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.data.indexed_dataset import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 from megatron.training.arguments import core_transformer_config_from_args, flag_specs, parse_args, validate_args
+from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report, preflight, vocab_size_of
 from megatron.training.report.pipeline import bubble_of, enough_microbatches, microbatches_of, schedule_of, timeline_of
 

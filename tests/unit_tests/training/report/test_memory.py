@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.models.gpt_description import describe_run
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.model_description import describe_run
 from megatron.training.report import memory as memory_estimate
 from megatron.training.report.memory import estimate_memory, memory_rows, stage_activations
 from megatron.training.report.pipeline import stages_of

@@ -223,6 +223,11 @@ def test_layout_contradiction_is_named(text, world_size, problem):
     assert any(each.startswith(problem) for each in found), found
 
 
+def test_layers_of_your_own_that_are_not_there_are_refused():
+    assert problems("--spec a b", 1) == ["--spec a b: No module named 'a'; give a module and a name in it"]
+    assert not problems("--spec tests.test_utils.gated_recurrence mixed_layers", 1) + problems("--spec local", 1)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -230,7 +235,7 @@ def test_layout_contradiction_is_named(text, world_size, problem):
         "--expert-model-parallel-size 2", "--ckpt-convert-format torch", "--mask-prob 0.2",
         "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
         "--use-megatron-fsdp",
-        "--multi-latent-attention", "--optimizer-cpu-offload", "--spec a b",
+        "--multi-latent-attention", "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Halves of a micro-batch take turns, and every collective has another half's products beside it."""
+"""Halves of a micro-batch alternate, and every collective has the other half's GEMMs beside it."""
 
 import gc
 import weakref
@@ -9,32 +9,31 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import in_flight, linear
-from megatron.core.transformer.interleave import Surroundings, can_be_halved, halves, take_turns
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.overlap import alternate, drain
 from tests.test_utils.training_steps import BATCH, LENGTH, VOCAB, build
 
 
-def test_two_walks_alternate_with_the_first_two_pieces_ahead():
+def counted(name, number, order):
+    for index in range(number):
+        order.append(f"{name}{index}")
+        yield
+    return torch.tensor(number)
+
+
+def test_two_computations_alternate_with_the_first_two_segments_ahead():
     order = []
-
-    def walk(name, pieces):
-        for index in range(pieces):
-            order.append(f"{name}{index}")
-            yield
-        return torch.tensor(pieces)
-
-    assert [int(result) for result in take_turns(walk("a", 5), walk("b", 5))] == [5, 5]
+    assert [int(result) for result in alternate(counted("a", 5, order), counted("b", 5, order))] == [5, 5]
     assert order == ["a0", "b0", "a1", "a2", "b1", "a3", "b2", "a4", "b3", "b4"]
+    assert int(drain(counted("c", 3, order))) == 3 and order[10:] == ["c0", "c1", "c2"]
 
 
-def test_packed_documents_and_odd_micro_batches_are_not_halved():
-    nothing = Surroundings(None, None, None, None)
-    assert can_be_halved(torch.empty(3, 4, 2), nothing)
-    assert not can_be_halved(torch.empty(3, 3, 2), nothing)
-    assert not can_be_halved(torch.empty(3, 4, 2), nothing._replace(packed_seq_params=object()))
+def test_a_context_splits_what_belongs_to_sequences():
+    assert NO_CONTEXT.can_be_halved and not ForwardContext(packed_seq_params=object()).can_be_halved
     mask = torch.arange(4).view(4, 1, 1, 1)
-    assert [half.attention_mask.flatten().tolist() for half in halves(Surroundings(mask, None, None, None), 4)] == [
-        [0, 1], [2, 3]
-    ]  # fmt: skip
+    halves = ForwardContext(attention_mask=mask).halves(4)
+    assert [half.attention_mask.flatten().tolist() for half in halves] == [[0, 1], [2, 3]]
+    assert all(half.overlap for half in halves)
 
 
 def test_collectives_leave_nothing_behind_that_only_a_garbage_collection_finds():
@@ -100,6 +99,21 @@ def _events(rank, world_size):
         recorder.events.clear()
         loss.backward()
     return forward, "".join(recorder.events)
+
+
+def _odd(rank, world_size):
+    groups = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    model = build(groups, sequence_parallel=True, tp_comm_overlap=True, attention_dropout=0.0, hidden_dropout=0.0)
+    tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        recorder = _Recorder()
+        recorder.install(monkeypatch)
+        model(tokens, torch.arange(LENGTH).expand(3, -1))
+    return recorder.events.count("s")
+
+
+def test_odd_micro_batches_are_not_halved(gloo_pool):
+    assert gloo_pool.run(_odd, 2) == [0, 0]
 
 
 def test_no_collective_is_waited_for_right_after_it_was_started(gloo_pool):

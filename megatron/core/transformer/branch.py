@@ -1,0 +1,125 @@
+"""A residual branch: x + dropout(mixer(norm(x))).
+
+The mixer is attention, a feed-forward network or any other module that maps [s, b, h] to [s, b, h]. It is called
+with ``(x, ctx)`` where its ``forward`` names a parameter ``ctx``, else with x alone. One that is written as
+``segments(x, ctx)`` (``overlap.py``) may also run beside another half of the micro-batch. Under
+``apply_residual_connection_post_layernorm`` what is added to is norm(x) instead of x.
+
+Norm, mixer and dropout are modules of the *layer*, under the names that checkpoints know (``self_attention``, ``mlp``
+…): a module between them would put a word into every parameter's name. A branch looks them up when it runs, so that a
+program may replace them.
+
+Legend: s sequence, b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.norm import StreamNorm
+from megatron.core.transformer.overlap import Segments
+from megatron.core.transformer.recompute import norm_output, run_of
+from megatron.core.transformer.spec_utils import BranchSpec, build_module
+
+
+class Stream(NamedTuple):
+    """The residual stream at a branch's norm."""
+
+    hidden: Tensor
+    """What is normalized."""
+    residual: Tensor
+    """What the mixer's output is added to."""
+    normed: Tensor
+
+
+class Branch:
+    """One branch of ``layer``, whose modules it builds. ``layer_number`` counts from 1 over the whole model."""
+
+    def __init__(
+        self, layer: nn.Module, spec: BranchSpec, config: TransformerConfig, layer_number: int, groups: ProcessGroups
+    ) -> None:
+        self.layer, self.name, self.norm_name, self.dropout_name = layer, spec.name, spec.norm_name, spec.dropout_name
+        norm = build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups)
+        mixer = _build_mixer(spec.mixer, config, layer_number, groups)
+        site = ("layer", layer_number, f"{spec.site} output")
+        layer.add_module(self.norm_name, norm)
+        layer.add_module(self.name, mixer)
+        layer.add_module(
+            self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
+        )
+        self._takes_context = _takes(mixer.forward, "ctx", inspect.Parameter.VAR_POSITIONAL)
+        self._keeping, self._run = norm_output(config), run_of(config, spec.name)
+        self._normed_is_residual = config.apply_residual_connection_post_layernorm
+        self._norm_adds = isinstance(norm, StreamNorm) and not self._normed_is_residual
+
+    @property
+    def norm(self) -> nn.Module:
+        return getattr(self.layer, self.norm_name)
+
+    @property
+    def mixer(self) -> nn.Module:
+        return getattr(self.layer, self.name)
+
+    @property
+    def dropout(self) -> nn.Module:
+        return getattr(self.layer, self.dropout_name)
+
+    def enter(self, hidden: Tensor) -> Stream:
+        """The norm of the stream."""
+        if self._norm_adds:  # its backward pass also adds up the stream's gradient
+            residual, normed = self.norm(hidden, None)
+            return Stream(hidden, residual, normed)
+        normed = self.norm(hidden)
+        return Stream(hidden, normed if self._normed_is_residual else hidden, normed)
+
+    def add_and_enter(self, residual: Tensor, output: Tensor) -> Stream:
+        """The norm of residual + output, in one pass over memory."""
+        hidden, normed = self.norm(residual, output)
+        return Stream(hidden, hidden, normed)
+
+    def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
+        """The mixer's output."""
+        if ctx.overlap:
+            return (yield from self.mixer.segments(stream.normed, ctx))  # type: ignore[operator]
+        with self._keeping(stream.normed, self.norm, stream.hidden):
+            return self._run(self.mixer, stream.normed, *((ctx,) if self._takes_context else ()))
+
+    def add(self, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Tensor:
+        """The stream behind the branch."""
+        return self.dropout(output, ctx.dropout, residual)
+
+    def segments(self, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """The whole branch."""
+        stream = self.enter(x)
+        return self.add(stream.residual, (yield from self.mix(stream, ctx)), ctx)
+
+    def join(self, following: Branch) -> Callable[[Tensor, Tensor, ForwardContext], Stream]:
+        """How this branch's output gets from here to behind the norm of its neighbour."""
+        if isinstance(self.dropout, NoDropout) and following._norm_adds:
+            return lambda residual, output, ctx: following.add_and_enter(residual, output)
+        return lambda residual, output, ctx: following.enter(self.add(residual, output, ctx))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its mixer can leave its collectives under way."""
+        return bool(getattr(self.mixer, "overlaps", False))
+
+
+def _build_mixer(slot: Any, config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> nn.Module:
+    numbered = _takes(getattr(slot, "module", slot), "layer_number", inspect.Parameter.VAR_KEYWORD)
+    number = {"layer_number": layer_number} if numbered else {}
+    return build_module(slot, config, groups=groups, **number)
+
+
+def _takes(function: Callable[..., Any], name: str, rest: Any) -> bool:
+    """Whether ``function`` has a parameter of this name, or takes all that come (``rest``: of which kind)."""
+    found = inspect.signature(function).parameters
+    return name in found or any(each.kind == rest for each in found.values())

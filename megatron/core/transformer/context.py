@@ -1,0 +1,59 @@
+"""What the branches of a model take from outside besides the hidden states, in one object that travels through them.
+
+A fact that a branch newly needs is a field here, filled where a model makes the context (``GPTModel.forward``); every
+signature in between stays as it is.
+
+Legend: s sequence (local), b batch, r rotated channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.rotary import RotaryTables
+from megatron.core.random.dropout import DropoutCoordinates
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Facts about one micro-batch. Every field has a value that says nothing."""
+
+    attention_mask: Tensor | None = None
+    """Bool, True where hidden, broadcast to [b, heads, queries, keys]; adds to what attention hides by itself."""
+    rotary_pos_emb: RotaryTables | None = None
+    """Rotations of queries and keys; None: positions are told otherwise."""
+    packed_seq_params: PackedSeqParams | None = None
+    """Bounds of documents that do not see each other, in the flattened order [b * s]."""
+    dropout: DropoutCoordinates | None = None
+    """Where the tokens stand in the training run; None: nothing is dropped."""
+    overlap: bool = False
+    """Whether another half of the micro-batch computes in between: collectives may then be left under way."""
+
+    @property
+    def can_be_halved(self) -> bool:
+        """Whether sequences may go apart: packed documents are numbered through the whole micro-batch."""
+        return self.packed_seq_params is None
+
+    def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
+        """Of the two halves of ``batch`` sequences; what is the same for all of them goes to both."""
+
+        def part(x: Tensor, half: int, dim: int = 0) -> Tensor:
+            return x.chunk(2, dim)[half] if x.shape[dim] == batch else x
+
+        def context(half: int) -> ForwardContext:
+            mask, rotary, dropout = self.attention_mask, self.rotary_pos_emb, self.dropout
+            return replace(
+                self,
+                attention_mask=None if mask is None else part(mask, half),
+                rotary_pos_emb=None if rotary is None else RotaryTables(*(part(table, half, 1) for table in rotary)),
+                dropout=None if dropout is None else replace(dropout, sample_b=part(dropout.sample_b, half)),
+                overlap=True,
+            )
+
+        return context(0), context(1)
+
+
+NO_CONTEXT = ForwardContext()

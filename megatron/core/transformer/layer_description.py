@@ -1,0 +1,41 @@
+"""Describes layers by their specs: what fills a slot says what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.description.model import Config, LayerPlace, Piece, norm, residual_branch
+from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
+from megatron.core.transformer.transformer_layer import branch_specs, branches_of
+
+
+def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    """The branches of a layer; of one that is built as one piece a single Piece.
+
+    A class that is one piece may bring ``describe(config, place) -> Piece`` itself.
+    """
+    apart = branches_of(spec)
+    if apart is not None:
+        return tuple(_describe_branch(each, config, place) for each in apart)
+    if describe := getattr(getattr(spec, "module", spec), "describe", None):
+        return (describe(config, place),)
+    slots = getattr(spec, "submodules", None)
+    pieces = [_describe_branch(each, config, place) for each in branch_specs(slots or ())]
+    return (
+        Piece(
+            "layer", tuple(each for piece in pieces for each in piece.params),
+            tuple(op for piece in pieces for op in piece.ops), is_branch=True,
+            is_known=bool(pieces) and all(piece.is_known for piece in pieces),
+        ),
+    )  # fmt: skip
+
+
+def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace) -> Piece:
+    describe = getattr(getattr(spec.mixer, "module", spec.mixer), "describe", None)
+    if describe is None:
+        return Piece(spec.name, is_branch=True, is_known=False)
+    describe_norm = getattr(getattr(spec.norm, "module", spec.norm), "describe", norm)
+    return residual_branch(
+        describe(config, place), config, name=spec.name, norm_name=spec.norm_name, describe_norm=describe_norm
+    )

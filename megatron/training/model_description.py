@@ -1,0 +1,34 @@
+"""The GPT of a run's settings, described. Torch-free, unless ``--spec`` names layers of your own."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from megatron.core.description.model import ModelDescription
+from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.transformer.spec_utils import ModuleSpec, import_module
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.config.pretrain_config import PretrainConfig
+
+
+def layers_of_spec(cfg: PretrainConfig) -> Any:
+    """What ``--spec`` names: a layer's spec or one per layer, as an object or as a function that makes it, of the
+    library's configuration where it takes a ``config``. None: the layers that the other flags describe."""
+    if cfg.spec in (None, ["local"]):
+        return None
+    found = import_module(cfg.spec)
+    if isinstance(found, ModuleSpec) or not callable(found):
+        return found
+    takes_config = "config" in signature(found).parameters
+    return found(config=core_transformer_config_from_args(cfg)) if takes_config else found()
+
+
+def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
+    """The GPT of resolved settings; ``vocab_size`` 0: unknown."""
+    return describe_gpt(
+        cfg, vocab_size=vocab_size, seq_length=cfg.seq_length, max_sequence_length=cfg.max_position_embeddings,
+        position_embedding_type=cfg.position_embedding_type,
+        share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+        make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by, spec=layers_of_spec(cfg),
+    )  # fmt: skip
