@@ -125,12 +125,11 @@ def test_a_layout_that_its_layers_do_not_have_is_refused():
 
 def weights_of(rank, world_size, argv):
     """Bytes of this rank's weights."""
-    from megatron.training.checks.layout_trace import with_synthetic_data
-
     from megatron.training.checks.self_checks import check_build
     from megatron.training.initialize import initialize_megatron
     from megatron.training.run import build_components
     from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.verify.layout_trace import with_synthetic_data
 
     cfg = configure(argv, world_size, "fp32")
     groups = initialize_megatron(cfg)
