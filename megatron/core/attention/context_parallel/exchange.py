@@ -20,6 +20,7 @@ class NeighbourExchange:
     """A tensor on its way to the next rank of a ring, and its twin from the previous one."""
 
     def __init__(self, sent: Tensor, received: Tensor, works: list[dist.Work]) -> None:
+        # ``sent`` is kept: its memory must outlive the send
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
@@ -33,6 +34,7 @@ def neighbour_exchange(x: Tensor, group: Group, tag: int = 0) -> NeighbourExchan
     """Start sending ``x`` (contiguous) to the next rank of ``group`` and receiving as much from the previous one."""
     received = torch.empty_like(x)
     following, previous = group.ranks[(group.rank + 1) % group.size], group.ranks[group.rank - 1]
+    # in one batch: over NCCL a send alone waits for its receive, and round a ring every rank would wait for the next
     operations = [
         dist.P2POp(dist.isend, x, following, group.handle, tag),
         dist.P2POp(dist.irecv, received, previous, group.handle, tag),

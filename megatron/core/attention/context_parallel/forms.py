@@ -1,4 +1,4 @@
-"""The forms of context-parallel attention: how ranks that share a sequence let queries meet all keys.
+"""The forms of context-parallel attention: how queries meet all keys.
 
 ``WholeSequence``       a ring of one rank: nothing travels, and the kernel's output is the result
 ``RingAttention``       keys and values travel round while each rank attends to the block it holds (Liu et al. 2023)
@@ -51,13 +51,15 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
-        own = held = torch.stack((key, value))
+        own = held = torch.stack((key, value))  # one message a step instead of two
         softmax = OnlineSoftmax(query, plan.kernel, plan.dropout)
         for step, tiles in enumerate(plan.blocks):
+            # before the attention that hides it; the last block has been everywhere
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
             softmax.add_block(held[0], held[1], tiles)
             held = held if coming is None else coming.wait()
         out, lse = softmax.finish()
+        # own keys and values alone, though all were seen: what is kept must not grow with the group
         ctx.save_for_backward(query, own, out, lse)
         ctx.plan = plan
         return out
@@ -76,6 +78,8 @@ class _Ring(torch.autograd.Function):
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) else None
             sums = GradientSum(2, held[0], travelling)
             gradients.add_block(held, tiles, sums)
+            # keys travel between the same ranks meanwhile: gloo tells them apart by the tag, NCCL by the order, which
+            # is therefore the same on all ranks
             travelling = neighbour_exchange(sums.total(), plan.group, tag=1)
         sums = GradientSum(2, own[0], travelling)
         gradients.add_block(own, plan.blocks[0], sums)
@@ -131,8 +135,8 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
 def _without_dense_mask(mask: Mask) -> Mask:
     if mask.hidden is not None:
         raise UserError(
-            "attention_mask: ranks that share a sequence (context parallelism) take no dense masks; describe "
-            "documents by packed_seq_params, windows by window_size"
+            "attention_mask: context parallelism takes no dense masks; describe documents by "
+            "packed_seq_params, windows by window_size"
         )
     return mask
 
