@@ -16,8 +16,7 @@ import math
 from torch import Tensor, nn
 
 from megatron.core.attention.choose import make_kernel
-from megatron.core.attention.context_parallel.attention import layout_of_layer
-from megatron.core.attention.context_parallel.forms import WholeSequence
+from megatron.core.attention.context_parallel.forms import WholeSequence, layout_of_layer
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -75,8 +74,8 @@ class CoreAttention(nn.Module):
         documents = packed_seq_params
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
-        mask = Mask(self.visibility, documents, attention_mask)
-        return self.form(query, key, value, mask, self._weight_dropout(dropout)).flatten(2)
+        mask = Mask(self.visibility, documents, attention_mask, self._weight_dropout(dropout))
+        return self.form(query, key, value, mask).flatten(2)
 
     @property
     def description(self) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.tiles import Bounds, Tile, Visibility
 
@@ -27,6 +28,8 @@ class Mask:
     """Of whole sequences, also where ranks hold parts of them."""
     hidden: Tensor | None = None
     """Bool, True where hidden, broadcasts to [b, a, q, k] and adds to the rest; plain path only."""
+    dropout: WeightDropout | None = None
+    """Of the weights; plain path only."""
 
     @property
     def bounds(self) -> Bounds | None:

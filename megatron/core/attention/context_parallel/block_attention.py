@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from megatron.core.attention.context_parallel.exchange import NeighbourExchange
-from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.kernels.base import FlashKernel, Kernel
 from megatron.core.attention.packing import Segments, group_tiles, segments
 from megatron.core.attention.tiles import Tile
@@ -59,8 +58,8 @@ def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Ti
 class OnlineSoftmax:
     """Attention of local queries [s, b, a, d], block of keys after block of keys."""
 
-    def __init__(self, query: Tensor, kernel: Kernel, dropout: WeightDropout | None = None) -> None:
-        self.query, self.kernel, self.dropout = query, kernel, dropout
+    def __init__(self, query: Tensor, kernel: Kernel) -> None:
+        self.query, self.kernel = query, kernel
         dtype = accumulator_dtype(query.dtype)
         self.out = torch.empty(query.shape, dtype=dtype, device=query.device)
         self.lse = torch.empty(query.shape[:3], dtype=dtype, device=query.device)
@@ -71,7 +70,7 @@ class OnlineSoftmax:
         single, packed = _apart(tiles, self.query, self.kernel)
         for tile in single:
             out, lse = self.kernel.forward(
-                _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile, self.dropout
+                _at_queries(self.query, tile), _at_keys(key, tile), _at_keys(value, tile), tile
             )
             if not self._started and tile.row is None and tile.num_queries == len(self.query):
                 _at_queries(self.out, tile).copy_(out)  # saves two passes over the output
@@ -198,11 +197,8 @@ class GradientSum:
 class BlockGradients:
     """Backward of the same: the gradient of local queries adds up here, those of a block's keys and values go back."""
 
-    def __init__(
-        self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: Kernel,
-        dropout: WeightDropout | None = None
-    ) -> None:  # fmt: skip
-        self.kernel, self.dropout = kernel, dropout
+    def __init__(self, grad: Tensor, query: Tensor, out: Tensor, lse: Tensor, kernel: Kernel) -> None:
+        self.kernel = kernel
         self.grad_out, self.query, self.out, self.lse = grad, query, out, lse
         self._grad_query = GradientSum(1, query)
 
@@ -214,7 +210,7 @@ class BlockGradients:
             at_queries = [_at_queries(x, tile) for x in (self.grad_out, self.query, self.out, self.lse)]
             grad_query, *grads = self.kernel.backward(
                 at_queries[0], at_queries[1], _at_keys(key, tile), _at_keys(value, tile), at_queries[2], at_queries[3],
-                tile, self.dropout,
+                tile,
             )  # fmt: skip
             self._grad_query.add([grad_query], _rows(tile), tile.query)
             sums.add(grads, _rows(tile), tile.key)

@@ -14,9 +14,9 @@ Legend: s sequence (local), b batch, a query heads, g key/value groups, d head d
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +24,18 @@ from torch import Tensor
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.attention.context_parallel.exchange import gather_heads, neighbour_exchange, scatter_heads
-from megatron.core.attention.dropout import WeightDropout
-from megatron.core.attention.kernels.base import Kernel
+from megatron.core.attention.kernels.base import Form, Kernel
+from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.tiles import Tile, plan_tiles
 from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups import collective_names
-from megatron.core.groups.process_groups import Group
+from megatron.core.groups.process_groups import Group, ProcessGroups
 
 Attention = Callable[..., Tensor]
-"""``(query, key, value, mask, dropout) -> out``."""
+"""``(query, key, value, mask) -> out``."""
+_ALONE = Group("alone")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,6 @@ class _Plan:
 
     group: Group
     kernel: Kernel
-    dropout: WeightDropout | None
     blocks: tuple[tuple[Tile, ...], ...]
 
 
@@ -52,7 +53,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
         own = held = torch.stack((key, value))  # one message a step instead of two
-        softmax = OnlineSoftmax(query, plan.kernel, plan.dropout)
+        softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
             # before the attention that hides it; the last block has been everywhere
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
@@ -68,7 +69,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, own, out, lse = ctx.saved_tensors
         plan: _Plan = ctx.plan
-        gradients = BlockGradients(grad, query, out, lse, plan.kernel, plan.dropout)
+        gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         # own keys come last: what other ranks add to their gradients arrives beside the computation of this rank's
         coming = neighbour_exchange(own, plan.group) if len(plan.blocks) > 1 else None
         travelling = None  # the gradient of the block that is held comes from the ranks that held it before
@@ -94,7 +95,7 @@ class _AllGather(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
         own = torch.stack((key, value))
         everything = _gather_whole(own, plan.group)
-        softmax = OnlineSoftmax(query, plan.kernel, plan.dropout)
+        softmax = OnlineSoftmax(query, plan.kernel)
         softmax.add_block(everything[0], everything[1], plan.blocks[0])
         out, lse = softmax.finish()
         ctx.save_for_backward(query, own, out, lse)
@@ -106,7 +107,7 @@ class _AllGather(torch.autograd.Function):
         query, own, out, lse = ctx.saved_tensors
         plan: _Plan = ctx.plan
         everything = _gather_whole(own, plan.group)
-        gradients = BlockGradients(grad, query, out, lse, plan.kernel, plan.dropout)
+        gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         sums = GradientSum(2, everything[0])
         gradients.add_block(everything, plan.blocks[0], sums)
         grad_key, grad_value = _sum_local(sums.total(), plan.group).to(query.dtype)
@@ -141,17 +142,22 @@ def _without_dense_mask(mask: Mask) -> Mask:
     return mask
 
 
+def _for_blocks(kernel: Kernel, mask: Mask) -> Kernel:
+    if mask.dropout is None:
+        return kernel
+    assert isinstance(kernel, UnfusedAttention)
+    return kernel.dropping(mask.dropout)
+
+
 class WholeSequence:
     """Attention where no rank shares a sequence."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
-        return self.kernel.attend(query, key, value, mask, dropout)
+        return self.kernel.attend(query, key, value, mask)
 
 
 class RingAttention:
@@ -160,17 +166,15 @@ class RingAttention:
     def __init__(self, group: Group, kernel: Kernel) -> None:
         self.group, self.kernel = group, kernel
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
         size, rank, mask = self.group.size, self.group.rank, _without_dense_mask(mask)
         length = query.shape[0] * size
         spans = [zigzag.spans(length, (rank - step) % size, size) for step in range(size)]
         blocks = tuple(
-            plan_tiles(spans[0], keys, mask.visibility, length, mask.bounds, dropout is None) for keys in spans
+            plan_tiles(spans[0], keys, mask.visibility, length, mask.bounds, mask.dropout is None) for keys in spans
         )
-        return _Ring.apply(query, key, value, _Plan(self.group, self.kernel, dropout, blocks))
+        return _Ring.apply(query, key, value, _Plan(self.group, _for_blocks(self.kernel, mask), blocks))
 
 
 class AllGatherAttention:
@@ -179,14 +183,12 @@ class AllGatherAttention:
     def __init__(self, group: Group, kernel: Kernel) -> None:
         self.group, self.kernel = group, kernel
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
         length, mask = query.shape[0] * self.group.size, _without_dense_mask(mask)
         queries = zigzag.spans(length, self.group.rank, self.group.size)
-        tiles = plan_tiles(queries, ((0, length),), mask.visibility, length, mask.bounds, dropout is None)
-        return _AllGather.apply(query, key, value, _Plan(self.group, self.kernel, dropout, (tiles,)))
+        tiles = plan_tiles(queries, ((0, length),), mask.visibility, length, mask.bounds, mask.dropout is None)
+        return _AllGather.apply(query, key, value, _Plan(self.group, _for_blocks(self.kernel, mask), (tiles,)))
 
 
 class AllToAllAttention:
@@ -206,10 +208,66 @@ class AllToAllAttention:
     def __init__(self, group: Group, inner: Attention) -> None:
         self.group, self.inner = group, inner
 
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
         mask = _without_dense_mask(mask)
         query, key, value = scatter_heads((query, key, value), self.group)
-        return gather_heads(self.inner(query, key, value, mask, dropout), self.group)
+        return gather_heads(self.inner(query, key, value, mask), self.group)
+
+
+class Layout(NamedTuple):
+    """How a layer's queries meet all keys."""
+
+    needs: Form
+    """What the kernel must do."""
+    form: Callable[[Kernel], Attention]
+    first_head: int
+    """Global number of the first head that this rank computes."""
+
+
+def layout_of_layer(config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> Layout:
+    """The form that ``cp_comm_type`` names for this layer; a ring of one rank is attention over whole sequences.
+
+    Raises:
+        UserError: all-to-all cannot give every rank the same number of heads.
+    """
+    kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
+    assert config.num_attention_heads is not None
+    local_heads = config.num_attention_heads // groups.tp.size
+    first_head = groups.tp.rank * local_heads
+    if kind == "p2p":
+        return _ring(groups.cp, first_head)
+    if kind == "allgather":
+        return Layout("gather", lambda kernel: AllGatherAttention(groups.cp, kernel), first_head)
+    inside, outside = (groups.cp, _ALONE) if kind == "a2a" else (groups.cp_a2a, groups.cp_p2p)
+    _check_heads(config, groups.tp, inside)
+    if inside.size * outside.size != groups.cp.size:
+        raise UserError(
+            f"cp_comm_type a2a+p2p: context_parallel_size {groups.cp.size} is not split into two levels; give "
+            "hierarchical_context_parallel_sizes to initialize_model_parallel"
+        )
+    ring = _ring(outside, first_head + inside.rank * (local_heads // inside.size))
+    return ring._replace(form=lambda kernel: AllToAllAttention(inside, ring.form(kernel)))
+
+
+def _ring(group: Group, first_head: int) -> Layout:
+    if group.size == 1:
+        return Layout("whole", WholeSequence, first_head)
+    return Layout("ring", lambda kernel: RingAttention(group, kernel), first_head)
+
+
+def comm_type_of_layer(kinds: Sequence[str] | str, layer_number: int) -> str:
+    """One for all layers, or one per layer of the whole model (from 1)."""
+    if isinstance(kinds, str):
+        return kinds
+    return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
+
+
+def _check_heads(config: TransformerConfig, tp: Group, group: Group) -> None:
+    for name in ("num_attention_heads", "num_query_groups"):
+        count = getattr(config, name)
+        if count % (tp.size * group.size):
+            raise UserError(
+                f"{name} {count}: cp_comm_type a2a gives {group.size} ranks the same number of heads each, so it must "
+                f"be a multiple of tensor_model_parallel_size {tp.size} x {group.size}; take p2p or allgather instead"
+            )

@@ -18,7 +18,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packing import Segments, kernel_window
 from megatron.core.attention.tiles import Tile, whole_tile
@@ -76,23 +75,18 @@ class Kernel(Protocol):
     packs_documents: bool
     """Whether many documents may go into one call (:class:`FlashKernel`)."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]; differentiable."""
         ...
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """query [b, a, q, d], key [b, g, k, d], value [b, g, k, e] -> out [b, a, q, e], lse [b, a, q] in at least
         fp32."""
         ...
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
-        dropout: WeightDropout | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """This block's share of the gradients of query, key and value; ``out`` and ``lse`` are those over *all*
         blocks, with which the shares are exact."""
         ...
@@ -123,11 +117,9 @@ class FlashKernel:
         """``tensors`` grad, query, key, value, out as above -> the gradients of query, key and value."""
         raise NotImplementedError
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """As :meth:`Kernel.attend`."""
-        assert dropout is None
+        assert mask.dropout is None
         if mask.hidden is not None:
             raise UserError(
                 "attention_mask: flash-attn takes no dense masks; describe documents by packed_seq_params, windows by "
@@ -153,19 +145,15 @@ class FlashKernel:
         out, _ = self._flash(query, key, value, (bounds, bounds, longest, longest), window)
         return out.unflatten(0, (batch, length)).transpose(0, 1)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
-        assert dropout is None
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out, lse = self._flash(query, key, value, (None, None, tile.num_queries, tile.num_keys), kernel_window(tile))
         return out.transpose(1, 2), lse
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
-        dropout: WeightDropout | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`; gradients in the inputs' dtype."""
         tensors = [x.transpose(1, 2) for x in (grad, query, key, value, out)]
         shape = None, None, tile.num_queries, tile.num_keys

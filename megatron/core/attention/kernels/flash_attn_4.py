@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.kernels.base import FlashKernel, Request
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.tiles import Tile, whole_tile
@@ -80,7 +79,7 @@ def _unmeasured(request: Request) -> str | None:
     return None
 
 
-class _Attention(torch.autograd.Function):
+class _FlashAttention(torch.autograd.Function):
     """The package's forward and backward functions; the log-sum-exp has no gradient."""
 
     @staticmethod
@@ -127,7 +126,7 @@ class FlashAttention4(FlashKernel):
         return {**options, **dict(zip(names, shape, strict=True))}
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
-        return _Attention.apply(query, key, value, self._options(shape, window), self.deterministic)
+        return _FlashAttention.apply(query, key, value, self._options(shape, window), self.deterministic)
 
     def _flash_backward(self, tensors: list[Tensor], lse: Tensor, shape: tuple, window: Window) -> tuple:
         return _gradients(tensors, lse, self._options(shape, window), self.deterministic)
@@ -147,27 +146,22 @@ class WhereFaster(FlashKernel):
         pairs = tile.num_queries * tile.num_keys // (1 if tile.is_full else 2)
         return self.fast if pairs >= MEASURED_LENGTH**2 // 2 else self.otherwise
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """As :meth:`Kernel.attend`."""
         kernel = self.kernel_of(whole_tile(len(query), len(key), mask.visibility))
         if mask.documents is not None or mask.hidden is not None:
             kernel = self.otherwise
-        return kernel.attend(query, key, value, mask, dropout)
+        return kernel.attend(query, key, value, mask)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`."""
-        return self.kernel_of(tile).forward(query, key, value, tile, dropout)
+        return self.kernel_of(tile).forward(query, key, value, tile)
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
-        dropout: WeightDropout | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`."""
-        return self.kernel_of(tile).backward(grad, query, key, value, out, lse, tile, dropout)
+        return self.kernel_of(tile).backward(grad, query, key, value, out, lse, tile)
 
     def _flash(self, query: Tensor, key: Tensor, value: Tensor, shape: tuple, window: Window) -> tuple[Tensor, Tensor]:
         return self.otherwise._flash(query, key, value, shape, window)

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Request
 from megatron.core.attention.masks import Mask, hidden_pairs
 from megatron.core.attention.tiles import Tile, whole_tile
@@ -87,11 +86,9 @@ class TorchAttention(FlashKernel):
         super().__init__(scale)
         self.name, self._only, self._by_name = name, _BACKENDS.get(name), by_name
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """As :meth:`Kernel.attend`; also with dense masks."""
-        assert dropout is None
+        assert mask.dropout is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
         flash = self.name in ("cudnn", "flash") and query.is_cuda and query.dtype in SIXTEEN_BIT
@@ -162,24 +159,21 @@ class TorchAttention(FlashKernel):
         fits = cudnn_takes_lengths(tile.num_queries, tile.num_keys)
         return self.name == "cudnn" and fits and (tile.is_full or tile.is_causal_square)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`; out in the inputs' dtype, lse fp32."""
         if not self.takes_cudnn(tile):
-            return super().forward(query, key, value, tile, dropout)
+            return super().forward(query, key, value, tile)
         out, lse = aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, True, 0.0, not tile.is_full, False, scale=self.scale
         )[:2]
         return out, lse.reshape(lse.shape[:3])
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
-        dropout: WeightDropout | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`; gradients in the inputs' dtype."""
         if not self.takes_cudnn(tile):
-            return super().backward(grad, query, key, value, out, lse, tile, dropout)
+            return super().backward(grad, query, key, value, out, lse, tile)
         unused = torch.zeros((), dtype=torch.int64, device=query.device)
         return aten._scaled_dot_product_cudnn_attention_backward(
             grad, query, key, value, out, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,

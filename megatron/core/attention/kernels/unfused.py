@@ -9,6 +9,8 @@ head dim, e head dim of values; q, k queries and keys of a tile.
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -29,6 +31,8 @@ class UnfusedAttention:
 
     def __init__(self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False) -> None:
         self.scale, self.layer_scale = scale, layer_scale
+        self.dropout: WeightDropout | None = None
+        """Of blocks; for whole sequences the mask has it."""
         self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
 
     def _softmax_in_fp32(self, scores: Tensor) -> Tensor:
@@ -38,9 +42,7 @@ class UnfusedAttention:
     def _softmax_in_own_dtype(self, scores: Tensor) -> Tensor:
         return torch.softmax(scores, dim=-1)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, dropout: WeightDropout | None = None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """As :meth:`Kernel.attend`; also with dense masks."""
         num_queries, batch, heads, _ = query.shape
         num_keys, kv_groups = key.shape[0], key.shape[2]
@@ -56,11 +58,17 @@ class UnfusedAttention:
             if hidden is not None:
                 scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
         weights = self._softmax(scores)
-        if dropout is not None:
-            weights = dropout(weights, tile)
+        if mask.dropout is not None:
+            weights = mask.dropout(weights, tile)
         weights = weights.view(batch, kv_groups, -1, num_keys)
         mixed = torch.matmul(weights, value.permute(1, 2, 0, 3)).view(batch, heads, num_queries, value.shape[-1])
         return mixed.permute(2, 0, 1, 3)
+
+    def dropping(self, dropout: WeightDropout) -> UnfusedAttention:
+        """The same for the blocks of one micro-batch, with dropout."""
+        kernel = copy.copy(self)
+        kernel.dropout = dropout
+        return kernel
 
     def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> Tensor:
         """Scaled scores [b, g, p, q, k], -inf where hidden."""
@@ -69,22 +77,19 @@ class UnfusedAttention:
         hidden = hidden_pairs(tile, query.device)
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, tile: Tile, dropout: WeightDropout | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`; out and lse in fp32 or fp64."""
         query, key, value = (_wide(x) for x in (query, key, value))
         scores = self._scores(query, key, tile)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - lse)
-        if dropout is not None:
-            weights *= dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
+        if self.dropout is not None:
+            weights *= self.dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
         return torch.matmul(weights, value.unsqueeze(2)).flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
 
     def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile,
-        dropout: WeightDropout | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`; gradients in fp32 or fp64."""
         grad, query, key, value, out = (_wide(x) for x in (grad, query, key, value, out))
         groups = (key.shape[1], -1)
@@ -94,8 +99,8 @@ class UnfusedAttention:
         grad = grad.unflatten(1, groups)
         grad_weights = torch.matmul(grad, value.unsqueeze(2).transpose(-1, -2))
         dropped = weights
-        if dropout is not None:
-            factors = dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
+        if self.dropout is not None:
+            factors = self.dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
             dropped, grad_weights = weights * factors, grad_weights * factors
         grad_value = torch.matmul(dropped.transpose(-1, -2), grad).sum(2)
         grad_scores = weights * (grad_weights - delta) * self.scale

@@ -8,7 +8,7 @@ import torch
 from megatron.compat.training_utils import get_batch_on_this_cp_rank
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
-from megatron.core.attention.context_parallel.attention import comm_type_of_layer, layout_of_layer
+from megatron.core.attention.context_parallel.forms import comm_type_of_layer, layout_of_layer
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, RankGrid
