@@ -22,7 +22,7 @@ from tests.test_utils import fake_attention
 from tests.unit_tests.core.attention.context_parallel import test_block_attention
 
 HOPPER = (9, 0)
-DOCUMENTS = [100, 3, 409, 256, 256, 0, 1, 700, 299]  # two rows of 1012
+DOCUMENTS = [100, 3, 409, 256, 244, 0, 1, 700, 311]  # two rows of 1012, and no document in both
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(4 not in installed_versions(), reason="needs flash-attn-4")]
 
 
@@ -114,7 +114,9 @@ def errors(kernel, inputs, mask, scale):
 
 def documents(device="cuda", lengths=DOCUMENTS):
     bounds = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    return PackedSeqParams(cu_seqlens_q=bounds, max_seqlen_q=max(lengths))
+    packed = PackedSeqParams(cu_seqlens_q=bounds, max_seqlen_q=max(lengths))
+    packed.check(2, sum(lengths) // 2)
+    return packed
 
 
 VISIBILITIES = {
@@ -127,7 +129,7 @@ VISIBILITIES = {
 @pytest.mark.parametrize("visibility", VISIBILITIES.values(), ids=VISIBILITIES.keys())
 def test_its_functions_are_called_as_they_are_declared(monkeypatch, visibility, packed):
     calls = fake_attention.install(monkeypatch, 4)
-    small = [max(0, n // 20) for n in DOCUMENTS]
+    small = [5, 0, 20, 12, 12, 0, 0, 35, 14]
     mask = Mask(visibility, documents("cpu", small) if packed else None)
     inputs = tensors(sum(small) // 2, 2, 4, 2, 8, torch.float64, "cpu")
     assert max(errors(FlashAttention4(0.3), inputs, mask, 0.3)) < 1e-12
