@@ -1,0 +1,99 @@
+"""The plain kernel against the definition, pair by pair: what the interface allows beyond training a decoder."""
+
+import itertools
+
+import pytest
+import torch
+
+from megatron.core.attention.kernels.torch_sdpa import TorchAttention
+from megatron.core.attention.kernels.unfused import UnfusedAttention
+from megatron.core.attention.masks import Mask
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.tiles import Visibility, whole_tile
+
+BATCH, HEADS, GROUPS, CHANNELS, SCALE = 2, 4, 2, 6, 0.4
+DOUBLE = torch.float64
+
+
+def tensors(queries, keys, value_channels):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(queries, HEADS, CHANNELS), (keys, GROUPS, CHANNELS), (keys, GROUPS, value_channels)]
+    return [torch.randn(s, BATCH, a, d, generator=generator, dtype=DOUBLE, requires_grad=True) for s, a, d in shapes]
+
+
+def by_definition(query, key, value, sees):
+    """``sees(row, query, key)``: whether the pair is visible."""
+    out = torch.empty(*query.shape[:3], value.shape[-1], dtype=DOUBLE)
+    for row in range(BATCH):
+        for head in range(HEADS):
+            group = head // (HEADS // GROUPS)
+            for i in range(len(query)):
+                visible = [j for j in range(len(key)) if sees(row, i, j)]
+                scores = key[visible, row, group] @ query[i, row, head] * SCALE
+                out[i, row, head] = scores.softmax(0) @ value[visible, row, group]
+    return out
+
+
+def assert_equal(kernel, inputs, mask, sees):
+    expected, found = by_definition(*inputs, sees), kernel.attend(*inputs, mask)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    for one, other in zip(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights)):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("kernel", [UnfusedAttention(SCALE), TorchAttention("torch", SCALE)], ids=["plain", "torch"])
+@pytest.mark.parametrize("value_channels", [CHANNELS, 10])
+@pytest.mark.parametrize(
+    "queries, keys, visibility",
+    [
+        (7, 3, Visibility(False)),
+        *itertools.product([7, 3, 1], [7], [Visibility(True), Visibility(False), Visibility(True, (2, 0))]),
+    ],
+)
+def test_values_may_be_wider_and_queries_fewer(kernel, queries, keys, value_channels, visibility):
+    """A cache has more keys than queries, which stand at the end; cross-attention sees any number of keys."""
+    before, after = visibility.limits
+
+    def sees(row, i, j):
+        distance = j - (i + keys - queries)
+        return (after is None or distance <= after) and (before is None or distance >= -before)
+
+    assert_equal(kernel, tensors(queries, keys, value_channels), Mask(visibility), sees)
+
+
+@pytest.mark.parametrize("kernel", [UnfusedAttention(SCALE), TorchAttention("torch", SCALE)], ids=["plain", "torch"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_padded_rows_see_what_is_no_padding(kernel, causal):
+    lengths = torch.tensor([3, 7])
+    documents = PackedSeqParams.of_lengths(lengths, 7)
+    documents.check(BATCH, 7)
+    assert documents.document_bounds() == (0, 3, 7, 14, 14)
+
+    def sees(row, i, j):
+        return (i < lengths[row]) == (j < lengths[row]) and (j <= i or not causal)
+
+    assert_equal(kernel, tensors(7, 7, CHANNELS), Mask(Visibility(causal), documents), sees)
+
+
+@pytest.mark.parametrize("kernel", [UnfusedAttention(SCALE), TorchAttention("torch", SCALE)], ids=["plain", "torch"])
+def test_a_dense_mask_adds_to_the_rest(kernel):
+    hidden = torch.zeros(BATCH, 1, 7, 7, dtype=torch.bool)
+    hidden[1, :, 3:, 1] = True
+    inputs = tensors(7, 7, CHANNELS)
+    assert_equal(kernel, inputs, Mask(hidden=hidden), lambda row, i, j: j <= i and not hidden[row, 0, i, j])
+
+
+@pytest.mark.parametrize("visibility", [Visibility(True), Visibility(False), Visibility(True, (2, 0))])
+def test_a_block_is_the_whole_where_there_is_one(visibility):
+    """Its backward, written by hand, is that of autograd; values may be wider here too."""
+    inputs, kernel = tensors(5, 7, 10), UnfusedAttention(SCALE)
+    tile = whole_tile(5, 7, visibility)
+    whole = kernel.attend(*inputs, Mask(visibility)).permute(1, 2, 0, 3)
+    weights = torch.randn_like(whole)
+    heads_first = [x.detach().permute(1, 2, 0, 3) for x in inputs]
+    out, lse = kernel.forward(*heads_first, tile)
+    torch.testing.assert_close(out, whole)
+    expected = torch.autograd.grad(whole, inputs, weights)
+    for one, other in zip(kernel.backward(weights, *heads_first, out, lse, tile), expected, strict=True):
+        torch.testing.assert_close(one.permute(2, 0, 1, 3), other)
