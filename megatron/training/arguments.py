@@ -19,7 +19,7 @@ from typing import Any
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
 from megatron.core.config.notices import notice
-from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.config.resolve import resolve
@@ -133,15 +133,12 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
 def core_transformer_config_from_args(
     args: Any, config_class: type[TransformerConfig] | None = None
 ) -> TransformerConfig:
-    """The library's configuration with the fields that ``args`` has in common with it.
+    """The library's configuration of the model that ``args`` describes.
 
     Args:
         args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
     """
-    config_class = config_class or TransformerConfig
-    common = {field.name for field in dataclasses.fields(PretrainConfig)}
-    names = [field.name for field in dataclasses.fields(config_class) if field.name in common]
-    return config_class(**{name: getattr(args, name) for name in names})
+    return (config_class or TransformerConfig)(**values_of(ModelSettings, args))
 
 
 def log_arguments(cfg: PretrainConfig) -> None:

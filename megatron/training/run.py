@@ -7,14 +7,15 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
 from megatron.core.config.errors import UserError
+from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
+from megatron.core.config.transformer_config import values_of
 from megatron.core.dist_checkpointing.exchange import from_first_rank
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -55,7 +56,6 @@ logger = logging.getLogger(__name__)
 UNSAVED_EXIT_CODE = 75
 """sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and can be resumed."""
 
-ConfigClass = TypeVar("ConfigClass")
 TaskFactory = Callable[[PretrainConfig, Any], Task]
 
 
@@ -147,7 +147,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     model = parallelize(build_model(task, training_device()), cfg, groups)
     report_choices(model)
     report_parameters(model, groups)
-    optimizer = get_megatron_optimizer(common_fields(OptimizerConfig, cfg), model, groups=groups)
+    optimizer = get_megatron_optimizer(optimizer_config(cfg), model, groups=groups)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
     checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
     state = checkpointer.load() or TrainState()
@@ -162,10 +162,19 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     return parts
 
 
-def common_fields(config_class: type[ConfigClass], cfg: PretrainConfig) -> ConfigClass:
-    """A library configuration from the settings that it shares with ``cfg``."""
-    shared = {field.name for field in fields(cfg)} & {field.name for field in fields(config_class)}  # type: ignore[arg-type]
-    return config_class(**{name: getattr(cfg, name) for name in shared})
+def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
+    """The optimizer's settings among those of a run."""
+    return OptimizerConfig(
+        **(values_of(RegularizationConfig, cfg) | values_of(MixedPrecisionConfig, cfg)),
+        lr=cfg.lr,
+        min_lr=cfg.min_lr,
+        fp16=cfg.fp16,
+        bf16=cfg.bf16,
+        log_num_zeros_in_grad=cfg.log_num_zeros_in_grad,
+        apex_parts=list(cfg.apex_parts),
+        use_distributed_optimizer=cfg.use_distributed_optimizer,
+        overlap_param_gather=cfg.overlap_param_gather,
+    )
 
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:

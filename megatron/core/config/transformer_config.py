@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.memory import RecomputeConfig
-from megatron.core.config.model_parallel_config import ModelParallelConfig
+from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
 from megatron.core.config.pipeline import PipelineConfig
 
@@ -32,14 +32,37 @@ _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", (
 
 
 @dataclass(kw_only=True)
-class TransformerConfig(
-    ModelParallelConfig,
-    PipelineConfig,
+class ModelSettings(
     NetworkSizeConfig,
     AttentionConfig,
     InitializationConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    PipelineConfig,
     RecomputeConfig,
 ):
+    """What a model's configuration and a command line have in common: the flags that layers read. Fields only."""
+
+
+def values_of(group: type, source: Any) -> dict[str, Any]:
+    """What ``source``, an object with all fields of the dataclass ``group``, has for them."""
+    return {field.name: getattr(source, field.name) for field in fields(group)}
+
+
+def following_sizes(settings: ModelSettings) -> dict[str, Any]:
+    """The sizes that follow from others, for those that are None and can be told."""
+    hidden, heads = settings.hidden_size, settings.num_attention_heads
+    values = {
+        "num_query_groups": heads,
+        "kv_channels": max(hidden // heads, 1) if hidden and heads else None,
+        "ffn_hidden_size": default_ffn_hidden_size(hidden, gated=settings.swiglu) if hidden else None,
+        "embedding_init_method_std": settings.init_method_std,
+    }
+    return {name: value for name, value in values.items() if getattr(settings, name) is None}
+
+
+@dataclass(kw_only=True)
+class TransformerConfig(ModelParallelConfig, ModelSettings):
     """Sizes and choices of a transformer.
 
     ``num_query_groups``, ``ffn_hidden_size``, ``kv_channels`` and ``embedding_init_method_std`` follow from the other
@@ -87,16 +110,8 @@ class TransformerConfig(
     def __post_init__(self) -> None:
         if problems := list(self._impossible_sizes()):
             raise ConfigError(problems)
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        assert hidden is not None and heads is not None  # checked above
-        if self.num_query_groups is None:
-            self.num_query_groups = heads
-        if self.kv_channels is None:
-            self.kv_channels = hidden // heads
-        if self.ffn_hidden_size is None:
-            self.ffn_hidden_size = default_ffn_hidden_size(hidden, gated=self.swiglu)
-        if self.embedding_init_method_std is None:
-            self.embedding_init_method_std = self.init_method_std
+        for name, value in following_sizes(self).items():
+            setattr(self, name, value)
         if self.virtual_pipeline_model_parallel_size is not None and self.num_virtual_stages_per_pipeline_rank is None:
             self.num_virtual_stages_per_pipeline_rank = self.virtual_pipeline_model_parallel_size
         if self.pipeline_dtype is None and self.fp32_residual_connection:

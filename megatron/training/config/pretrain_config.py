@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import derived
-from megatron.core.config.memory import RecomputeConfig
-from megatron.core.config.model_parallel_config import ParallelismConfig, PrecisionConfig, dtype_of
-from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
-from megatron.core.config.pipeline import PipelineConfig
+from megatron.core.config.model_parallel_config import dtype_of
+from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
+from megatron.core.config.transformer_config import ModelSettings
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.network import ModelConfig
-from megatron.training.config.precision import MixedPrecisionConfig
 from megatron.training.config.program import ProgramConfig
-from megatron.training.config.regularization import RegularizationConfig
 from megatron.training.config.self_checks import SelfCheckConfig
 from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import ProfilingConfig, TrainingConfig
@@ -32,15 +28,12 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class PretrainConfig(
     ProgramConfig,
-    NetworkSizeConfig,
+    ModelSettings,
     ModelConfig,
-    AttentionConfig,
-    InitializationConfig,
     TrainingConfig,
     RegularizationConfig,
-    LearningRateConfig,
-    PrecisionConfig,
     MixedPrecisionConfig,
+    LearningRateConfig,
     DataConfig,
     TokenizerConfig,
     ValidationConfig,
@@ -48,10 +41,7 @@ class PretrainConfig(
     LoggingConfig,
     SelfCheckConfig,
     ProfilingConfig,
-    ParallelismConfig,
-    PipelineConfig,
     DistributedConfig,
-    RecomputeConfig,
 ):
     """Every setting of a run. Frozen once ``resolve`` has filled in what follows from other settings."""
 
@@ -92,5 +82,5 @@ class PretrainConfig(
                 raise AttributeError(f"there is no setting {name!r}") from None
 
 
-GROUPS: tuple[type, ...] = PretrainConfig.__bases__
-"""The groups in the order of ``--help``."""
+GROUPS: tuple[type, ...] = tuple(group for group in PretrainConfig.__mro__[1:] if "__annotations__" in vars(group))
+"""The groups of flags in the order of ``--help``."""

@@ -9,7 +9,7 @@ import dataclasses
 import os
 from typing import Any
 
-from megatron.core.config.transformer_config import default_ffn_hidden_size
+from megatron.core.config.transformer_config import following_sizes
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
 
@@ -90,18 +90,11 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
 
 def _network(cfg: PretrainConfig) -> dict[str, Any]:
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
-    hidden, heads = cfg.hidden_size, cfg.num_attention_heads
-    values: dict[str, Any] = {"num_layers": num_layers, "encoder_num_layers": num_layers}
-    if cfg.num_query_groups is None:
-        values["num_query_groups"] = 1 if cfg.group_query_attention else heads
-    if hidden and cfg.ffn_hidden_size is None:
-        values["ffn_hidden_size"] = default_ffn_hidden_size(hidden, gated=cfg.swiglu)
-    if hidden and heads and cfg.kv_channels is None:
-        values["kv_channels"] = max(hidden // heads, 1)
+    values: dict[str, Any] = {"num_layers": num_layers, "encoder_num_layers": num_layers, **following_sizes(cfg)}
+    if cfg.num_query_groups is None and cfg.group_query_attention:
+        values["num_query_groups"] = 1
     if not cfg.pad_vocab_size:
         values["make_vocab_size_divisible_by"] = 1
-    if cfg.embedding_init_method_std is None:
-        values["embedding_init_method_std"] = cfg.init_method_std
     return values
 
 

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.run import common_fields
+from megatron.training.run import optimizer_config
 
 STEPS = 10
 SIZES = (
@@ -74,7 +74,7 @@ def test_ten_steps_equal_those_of_torch(run, dtype, tolerance):
     cfg = validate_args(parse_args([*SIZES.split(), *RUNS[run].split()], needs_data=False), 1)
     ours, theirs = LanguageModel(dtype), LanguageModel(dtype)
     ddp = DistributedDataParallel(None, DistributedDataParallelConfig(grad_reduce_in_fp32=True), ours)
-    optimizer, plain = get_megatron_optimizer(common_fields(OptimizerConfig, cfg), [ddp]), torch_optimizer(cfg, theirs)
+    optimizer, plain = get_megatron_optimizer(optimizer_config(cfg), [ddp]), torch_optimizer(cfg, theirs)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
     for step in range(STEPS):
         scheduler.set_samples(step)
