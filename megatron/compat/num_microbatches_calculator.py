@@ -1,17 +1,16 @@
 """Micro-batches of the current global batch, for programs that ask without saying where they are.
 
-A thin front with state (kept in ``parallel_state``) over the pure functions of ``batch_schedule``: a schedule, and the
-samples consumed so far. The training program itself asks the pure functions, and moves this state on after every step
-for entry scripts that call :func:`get_num_microbatches`.
+A thin front with state over the pure functions of ``core.schedules.batch_size``: a schedule and the consumed samples.
+The training program itself asks the pure functions; for entry scripts a hook moves this state on after every step.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
-from megatron.core import parallel_state
 from megatron.core.schedules import batch_size as batch_schedule
 from megatron.core.schedules.batch_size import BatchConfig
 
@@ -37,6 +36,9 @@ class _Position:
     consumed_samples: int = 0
 
 
+_POSITION: ContextVar[_Position | None] = ContextVar("batch_position", default=None)
+
+
 def init_num_microbatches_calculator(
     rank: int,
     rampup_batch_size: Sequence[int] | None,
@@ -51,7 +53,7 @@ def init_num_microbatches_calculator(
         ValueError: a batch size that micro-batches and data-parallel ranks cannot share; the nearest are named.
         RuntimeError: it is set up already (``reconfigure_…`` replaces it).
     """
-    if parallel_state.get_batch_position() is not None:
+    if _POSITION.get() is not None:
         raise RuntimeError(
             "the number of micro-batches is already set up: call reconfigure_num_microbatches_calculator instead"
         )
@@ -79,12 +81,12 @@ def reconfigure_num_microbatches_calculator(
 def follow_batch_schedule(settings: BatchConfig, data_parallel_size: int, consumed_samples: int = 0) -> None:
     """The same for any object with the fields of a batch schedule, such as a run's whole configuration."""
     batch_schedule.check_batch_sizes(settings, data_parallel_size)
-    parallel_state.set_batch_position(_Position(settings, data_parallel_size, consumed_samples))
+    _POSITION.set(_Position(settings, data_parallel_size, consumed_samples))
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Forget the schedule."""
-    parallel_state.set_batch_position(None)
+    _POSITION.set(None)
 
 
 unset_num_microbatches_calculator = destroy_num_microbatches_calculator
@@ -97,7 +99,7 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
     batch size that changes.
     """
     before = get_current_global_batch_size()
-    parallel_state.set_batch_position(replace(_position(), consumed_samples=consumed_samples))
+    _POSITION.set(replace(_position(), consumed_samples=consumed_samples))
     if verbose and get_current_global_batch_size() != before:
         logger.info("global batch size: %d -> %d", before, get_current_global_batch_size())
 
@@ -126,7 +128,7 @@ def get_micro_batch_size() -> int:
 
 
 def _position() -> _Position:
-    position = parallel_state.get_batch_position()
+    position = _POSITION.get()
     if position is None:
         raise RuntimeError(
             "the number of micro-batches is not set up: call init_num_microbatches_calculator(...) first (the training "

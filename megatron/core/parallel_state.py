@@ -54,20 +54,6 @@ class _State:
 
 _state: _State | None = None
 
-_batch_position: Any = None
-"""What ``num_microbatches_calculator`` keeps: the batch schedule and the consumed samples; None before it is set up."""
-
-
-def get_batch_position() -> Any:
-    """What :func:`set_batch_position` kept."""
-    return _batch_position
-
-
-def set_batch_position(position: Any) -> None:
-    """Keeps the state of ``num_microbatches_calculator``, which alone calls this."""
-    global _batch_position
-    _batch_position = position
-
 
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,

@@ -27,6 +27,8 @@ class Components:
     scheduler: OptimizerParamScheduler
     state: TrainState
     checkpointer: Checkpointer
+    datasets: tuple[Any, Any, Any] = (None, None, None)
+    """For training, validation and test, as the task provides them."""
     train_iterator: Iterator[dict] | None = None
     valid_sets: list[EvalSet] = field(default_factory=list)
     test_sets: list[EvalSet] = field(default_factory=list)

@@ -110,9 +110,16 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
         check_build(parts, cfg)
-        parts.hooks = [*parts.task.hooks(), *replica_checks(cfg, parts), *parts.hooks, *hooks]
-        watchdog.watch(parts)
         info = run_info(cfg, parts)
+        parts.hooks = [
+            *watchdog.watch(parts.task),
+            *parts.task.hooks(),
+            *replica_checks(cfg, parts),
+            *data_file_hooks(parts.datasets, cfg.log_interval),
+            *build_hooks(cfg, info, parts.task.timers),
+            *parts.hooks,
+            *hooks,
+        ]
         for hook in parts.hooks:
             hook.on_train_start(info)
         try:
@@ -156,9 +163,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)
     parts.valid_sets, parts.test_sets = eval_sets(valid, cfg.validation_set_names), eval_sets(test)
-    parts.hooks = [
-        *data_file_hooks((train, valid, test), cfg.log_interval), *build_hooks(cfg, run_info(cfg, parts), task.timers)
-    ]  # fmt: skip
+    parts.datasets = (train, valid, test)
     return parts
 
 

@@ -10,11 +10,12 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron.core.config.errors import UserError
-from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.endings import message_of, say, tell_launcher
+from megatron.training.hooks.base import Hook
 from megatron.training.initialize import world_size_from_environment
 from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
+from megatron.training.tasks.base import Task
 from megatron.training.watchdog.failure_store import Failure, FailureStore, Report
 from megatron.training.watchdog.listener import Listener
 from megatron.training.watchdog.local_ranks import LocalRanks, Presence, find_local_ranks
@@ -86,11 +87,12 @@ class Watchdog:
             path = self.folder / f"rank-{self.place.rank}.txt"
             write_stacks(f"watchdog: {reason}\n", path, also_stderr=False)
 
-    def watch(self, parts: Components) -> None:
-        """Counts the task's micro-batches and the events of the loop as progress."""
-        if self._monitor is not None:
-            mark_task(parts.task, self.progress)
-            parts.hooks = [ProgressHook(self.progress), *parts.hooks]
+    def watch(self, task: Task) -> list[Hook]:
+        """Counts the task's micro-batches as progress; the hook that counts the events of the loop."""
+        if self._monitor is None:
+            return []
+        mark_task(task, self.progress)
+        return [ProgressHook(self.progress)]
 
     def failed(self, error: BaseException) -> None:
         """The main thread is about to leave by ``error``: the others hear of it before files and logs are closed."""
