@@ -5,6 +5,7 @@ that begins with ``$`` is a command and exactly what it prints. Sizes that take 
 (``SMALLER``).
 A line above a block takes it out, in words that tell the reader too:
 
+    <!-- file: NAME -->              is the file NAME, for the commands behind it
     <!-- needs GPUs -->              runs only where there is one
     <!-- not run: the reason -->     never runs here
 """
@@ -119,8 +120,8 @@ def run(script, folder, environment):
 
 
 def runs_here(block):
-    assert not block.mark or block.mark == "needs GPUs" or block.mark.startswith("not run: "), block.mark
-    return not block.mark or (block.mark == "needs GPUs" and gpu_present())
+    assert not block.mark or block.mark == "needs GPUs" or block.mark.startswith(("not run: ", "file: ")), block.mark
+    return not block.mark or block.mark.startswith("file: ") or (block.mark == "needs GPUs" and gpu_present())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
@@ -136,7 +137,9 @@ def test_commands_run_in_the_order_of_the_page(page, workplace, environment):
         if block in scripts:
             result = run(block.commands, workplace, environment)
             assert result.returncode == 0, f"{page.name}:{block.line}\n{block.commands}\n{result.stdout}{result.stderr}"
-        elif block.language == "python" and page.name != "your_own.md":  # it has a test of its own
+        elif block.mark.startswith("file: "):
+            (workplace / block.mark.removeprefix("file: ")).write_text(block.text)
+        elif block.language == "python":
             result = subprocess.run(
                 [sys.executable, "-c", block.text], cwd=workplace, env=environment, capture_output=True, text=True
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from test_utils.tree_copies import end, fork, run_pytest
 
-LEFT_OUT = ("torture", "benchmarks", "test_watchdog", "test_your_own", "test_docs_commands", "test_architecture",
+LEFT_OUT = ("torture", "benchmarks", "test_watchdog", "test_docs_commands", "test_architecture",
             "test_packaging", "test_mutate")  # fmt: skip
 """Tests that are slow, or about the text of the tree."""
 
