@@ -62,9 +62,9 @@ class AttentionConfig:
     """Attention"""
 
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
-    """Kernel that computes attention: a flash kernel (the flash-attn package's version 4 or 3 where it is installed,
-    else torch's), the fused kernel of cuDNN, plain matrix products, our reference (the same), or what was measured to
-    be the fastest. What was chosen, and why, is printed at the start."""
+    """Kernel that computes attention. flash: version 4 or 3 of the flash-attn package where it is installed, else
+    torch's FlashAttention 2; fused: cuDNN; unfused or local: plain torch operations, the reference; auto: what was
+    measured to be the fastest. What was chosen, and why, is printed at the start."""
 
     flash_attention_version: Literal[2, 3, 4] | None = None
     """Compute attention with this version of the flash-attn package: 2, 3 for Hopper, or 4 for Hopper and Blackwell."""

@@ -22,18 +22,20 @@ class ParallelismConfig:
     """Model parallelism"""
 
     tensor_model_parallel_size: NumRanks = 1
-    """Ranks that share every weight matrix (TP). Divides the attention heads and the feed-forward width; keep a tensor
-    group inside one node."""
+    """Tensor-parallel size (TP): ranks over which every weight matrix is split. Divides the attention heads and the
+    feed-forward width; keep a tensor group inside one node."""
 
     pipeline_model_parallel_size: NumRanks = 1
-    """Stages that the layers are cut into (PP). Micro-batches flow through the stages one after the other."""
+    """Pipeline-parallel size (PP): stages that the layers are cut into. Micro-batches flow through them one after the
+    other."""
 
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions along the sequence too, which saves their memory at no
     extra communication. Needs --tensor-model-parallel-size > 1."""
 
     context_parallel_size: NumRanks = 1
-    """Ranks that share every sequence (CP), for long contexts. --seq-length must be a multiple of twice this number."""
+    """Context-parallel size (CP): ranks over which every sequence is split, for long contexts. --seq-length must be a
+    multiple of twice this number."""
 
     hierarchical_context_parallel_sizes: list[NumRanks] | None = None
     """Inner and outer group size of two-level context parallelism; their product is --context-parallel-size."""
@@ -57,12 +59,12 @@ class ParallelismConfig:
     the computation; where they do not work NCCL is used anyway."""
 
     tp_comm_overlap: bool = False
-    """Two halves of a micro-batch take turns, so that tensor-parallel collectives of one run beside computation of the
-    other. Needs --sequence-parallel and an even --micro-batch-size; keeps the inputs of a layer's first products whole,
-    for memory of twice the hidden states per layer."""
+    """Two-batch overlap: tensor-parallel collectives of one half of a micro-batch run beside computation of the other.
+    Needs --sequence-parallel and an even --micro-batch-size; keeps the inputs of a layer's first GEMMs whole, for
+    memory of twice the hidden states per layer."""
 
     gradient_accumulation_fusion: bool = True
-    """Do not let weight-gradient products add into the main gradient themselves."""
+    """Do not let weight-gradient GEMMs add into the main gradient themselves."""
 
     apex_parts: list[Literal["wgrad", "norm", "adam"]] = flag("--apex-parts", default_factory=list)
     """Parts that kernels of NVIDIA apex compute instead of built-in ones: weight gradients added into the main gradient

@@ -80,7 +80,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
     @property
     def gated_linear_unit(self) -> bool:
-        """Whether the feed-forward network multiplies two halves of its first product."""
+        """Whether the feed-forward network multiplies two halves of its first GEMM's output."""
         return self.swiglu or self.quick_geglu
 
     @classmethod
