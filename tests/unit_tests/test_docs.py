@@ -1,6 +1,7 @@
 """Links, files and flags that the pages name exist. Their commands: tests/functional_tests/test_docs_commands.py."""
 
 import re
+import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_files_exist(page, files):
 def test_a_missing_file_is_found(files):
     text = "`config/cli.py` `cli.py` `fusions/{adam,nothing}.py` `tests/no.py` `fusions/rms_*.py`"
     assert set(missing(text, files)) == {"fusions/{adam,nothing}.py", "tests/no.py"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands_are_shell(page):
+    """Also those that need GPUs, which run nowhere else in the tests."""
+    text = page.read_text(encoding="utf-8")
+    for script in re.findall(r"^```(?:bash|sh)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        result = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, f"{script}\n{result.stderr}"
 
 
 def test_pages_that_the_code_names_exist():

@@ -8,6 +8,6 @@ import os
 
 def notice(logger: logging.Logger, message: str, *args: object) -> None:
     """Logs ``message % args`` on the first rank: as information where the program has set up logging, else as a
-    warning, which python then writes to stderr: a program of ten lines that uses the library shall see it too."""
+    warning, which python then writes to stderr: so that a program of ten lines that uses the library sees it too."""
     if int(os.environ.get("RANK", "0")) == 0:
         logger.log(logging.INFO if logger.hasHandlers() else logging.WARNING, message, *args)

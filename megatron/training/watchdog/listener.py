@@ -1,6 +1,6 @@
 """The thread for what cannot wait for the monitor's next round, or cannot be seen by it.
 
-A launcher ends the other ranks by SIGTERM as soon as one is gone: they shall say why before they follow. A local rank's
+A launcher ends the other ranks by SIGTERM as soon as one is gone: they say why before they follow. A local rank's
 death is worth a round at once: NCCL would otherwise be first to notice, and would abort the process with its own words.
 And a round never ends while the host of the store is out of reach, because a request to it is never answered.
 """
@@ -58,7 +58,7 @@ class Listener(threading.Thread):
             signal.set_wakeup_fd(-1)
 
     def _forget(self) -> None:
-        """SIGTERM ends the process again, as it shall a forked child (of a data loader)."""
+        """Let SIGTERM end the process again: a forked child (of a data loader) must die of it."""
         if self._catching:
             self._be_deaf()
             self._catching = False

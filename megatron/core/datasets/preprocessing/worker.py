@@ -1,8 +1,8 @@
 """A worker: one part of the input becomes one shard, a small ``.bin``/``.idx`` pair per key and a record.
 
 Shards live in ``<prefix>.partial/``. The record ``<part>.json`` is written last, by a rename: a part is done exactly
-when it exists. A shard's bytes depend on its part alone, so whoever makes it, and however often, the result is the
-same.
+when it exists. A shard's bytes depend on its part alone: whichever process makes it, and however often, the result is
+the same.
 """
 
 from __future__ import annotations

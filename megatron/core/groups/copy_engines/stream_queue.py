@@ -5,7 +5,7 @@ layer is a dozen of them, and there are sixteen such collectives per layer and m
 back by the GPU's front end; neither an SM nor the host waits with it.
 
 Words have 32 bits and may wrap around: one has reached a value if it is ahead of it by less than 2^31. What a stream
-did before it writes a word is visible to whoever reads the word. (CUDA driver interface, "Stream Memory Operations".)
+did before it writes a word is visible to every reader of the word. (CUDA driver interface, "Stream Memory Operations".)
 """
 
 from __future__ import annotations
