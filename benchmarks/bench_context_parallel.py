@@ -131,7 +131,7 @@ def largest_error(shape: Shape, form: str, groups: ProcessGroups, device: torch.
     """Largest relative difference (norms) of outputs and gradients from one rank's."""
     size, rank = groups.cp.size, groups.cp.rank
     whole = shape.tensors(device)
-    alone = step(CoreAttention(shape.config(1, "p2p"), 1), whole)
+    alone = step(CoreAttention(shape.config(1, "p2p"), 1, groups=SINGLE_PROCESS), whole)
     local = [zigzag.local_part(x, rank, size, dim=0).contiguous() for x in whole]
     found = step(CoreAttention(shape.config(size, form), 1, groups=groups), local)
     expected = [zigzag.local_part(x, rank, size, dim=0) for x in alone]

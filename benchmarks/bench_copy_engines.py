@@ -28,9 +28,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
+from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.copy_engines.choice import engines_of
 from megatron.core.groups.process_groups import Group
-from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
+from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
 
 RESULTS = Path(__file__).resolve().parent / "results" / "copy_engines.json"
 TOKENS, HIDDEN, WIDTH, HEADS, GROUPS, CHANNELS = 8192, 4096, 14336, 32, 8, 128
@@ -65,8 +66,8 @@ def collectives(groups: dict[str, Group], x: Tensor, whole: Tensor) -> dict[str,
     return starts
 
 
-def _begin(begin: Callable[[Tensor, Group], UnderWay], x: Tensor, group: Group) -> Callable[[], Tensor]:
-    return begin(x, group).finish
+def _begin(begin: Callable[[Tensor, Group], AsyncHandle], x: Tensor, group: Group) -> Callable[[], Tensor]:
+    return begin(x, group).wait
 
 
 def largest_differences(starts: dict[str, Start]) -> dict[str, float]:

@@ -33,11 +33,12 @@ from benchmarks.harness.environment import environment
 from benchmarks.harness.timing import milliseconds
 from megatron.core.fusions import cross_entropy as fusion
 from megatron.core.fusions.cross_entropy import PLAIN, Softmax
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.tensor_parallel.linear import LinearTraits, accumulate_product, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
 RESULTS = Path(__file__).parent / "results" / "cross_entropy.json"
-TRAITS = LinearTraits()
+TRAITS = LinearTraits(SINGLE_PROCESS.tp)
 WHOLE = importlib.import_module("megatron.core.tensor_parallel.cross_entropy")
 BLOCKS = ((2048, 4), (4096, 4), (4096, 8), (8192, 8), (8192, 16), (16384, 8), (16384, 16))
 """(elements, warps) of a program."""
@@ -91,7 +92,7 @@ class Problem:
         self.labels = torch.randint(0, vocab, (tokens, 1), device=device)
         self.main_grad = torch.zeros(vocab, hidden, device=device)
         self.weight.main_grad = self.main_grad  # type: ignore[attr-defined]
-        self.weight.arrival = torch.zeros((), device=device, requires_grad=True)  # type: ignore[attr-defined]
+        self.weight.grad_ready = torch.zeros((), device=device, requires_grad=True)  # type: ignore[attr-defined]
         self.grad = torch.ones(tokens, device=device)
         self.device, self.flops = device, 6.0 * tokens * hidden * vocab
 

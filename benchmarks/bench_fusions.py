@@ -45,6 +45,7 @@ from megatron.core.fusions.split_rotary import (
     split_rotary_plain,
     split_rotary_triton,
 )
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.random.philox import DropoutStream
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.linear import LinearTraits
@@ -154,7 +155,7 @@ def lookups(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, 
     weight = random(sizes.vocab, sizes.hidden)
     total = torch.zeros_like(weight, dtype=torch.float32)
     weight.main_grad = total  # type: ignore[attr-defined]
-    weight.arrival = torch.zeros((), device=total.device, requires_grad=True)  # type: ignore[attr-defined]
+    weight.grad_ready = torch.zeros((), device=total.device, requires_grad=True)  # type: ignore[attr-defined]
 
     def add_to_total(grad: Tensor) -> None:
         total.add_(grad)
@@ -165,7 +166,7 @@ def lookups(sizes: Sizes, random: Callable[..., Tensor]) -> Iterator[tuple[str, 
         return F.embedding(ids, seen)
 
     def ours(ids: Tensor, weight: Tensor) -> Tensor:
-        return look_up(weight, ids, None, LinearTraits(), add_rows_triton)
+        return look_up(weight, ids, None, LinearTraits(SINGLE_PROCESS.tp), add_rows_triton)
 
     generator = torch.Generator(weight.device).manual_seed(1)
     uniform = torch.rand(sizes.tokens, 1, generator=generator, device=weight.device)

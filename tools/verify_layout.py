@@ -207,7 +207,8 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
         return
     expected = [layout_trace.ReferenceStep(**step) for step in torch.load(reference, weights_only=True)]
     reports = [layout_trace.compare(one, step) for one, step in zip(traces, expected)]
-    torch.save([[r.losses, r.norm, [tuple(cell) for cell in r.cells]] for r in reports], f"{place['FOLDER']}/{rank}.pt")
+    plain = [[r.losses, r.norm, [(c.kind, c.name, tuple(c.rectangle), *c[3:]) for c in r.cells]] for r in reports]
+    torch.save(plain, f"{place['FOLDER']}/{rank}.pt")
     shut_down()
 
 
@@ -228,6 +229,7 @@ def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
     """The verdict over the shrunken model."""
     import torch
 
+    from megatron.core.sharding.rectangles import Rectangle
     from megatron.training.verify import layout_trace
 
     with tempfile.TemporaryDirectory() as folder:
@@ -239,7 +241,8 @@ def verify(cfg: PretrainConfig, world_size: int, steps: int) -> Any:
         reports = []
         for rank in range(world_size):
             read = torch.load(f"{folder}/{rank}.pt", weights_only=True)
-            cells = [[layout_trace.Cell(*cell) for cell in each[2]] for each in read]
+            cells = [[layout_trace.Compared(kind, name, Rectangle(*place), error, digest)
+                      for kind, name, place, error, digest in each[2]] for each in read]  # fmt: skip
             reports.append([layout_trace.StepReport(each[0], each[1], own) for each, own in zip(read, cells)])
     return layout_trace.judge(expected, reports, layout_trace.TOLERANCE["fp64"])
 

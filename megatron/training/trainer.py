@@ -126,8 +126,8 @@ class Trainer:
             metrics.skipped = not updated
         else:
             with self.timers("optimizer", log_level=1):
-                update = optimizer.update(self.finite.objection(sums.pairs), factor)
-            metrics.void, metrics.grad_norm, metrics.num_zeros = update
+                update = optimizer.update(self.finite.skip_update(sums.pairs), factor)
+            metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
                 self.state.iteration + 1, self.state.consumed_train_samples, losses, update.found_nonfinite
             )

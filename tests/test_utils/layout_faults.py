@@ -46,14 +46,14 @@ def gradients_summed_twice(rank):
 def only_last_microbatch(rank):
     """Only the gradient of the last micro-batch is kept."""
     where = module("megatron.core.distributed.distributed_data_parallel").DistributedDataParallel
-    correct = where._arrived
+    correct = where._note
 
     def forgetting(self, parameter):
         if not self._last_microbatch:
             parameter.main_grad.zero_()
         correct(self, parameter)
 
-    return mock.patch.object(where, "_arrived", forgetting)
+    return mock.patch.object(where, "_note", forgetting)
 
 
 def dropped_layer(rank):
@@ -124,7 +124,7 @@ def dropout_by_local_position(rank):
 
 def replicated_counted_on_every_rank(rank):
     """The gradient norm counts a replicated parameter once per tensor-parallel rank."""
-    return mock.patch.object(module("megatron.core.sharding.placement"), "is_counted_here", lambda spec, groups: True)
+    return mock.patch.object(module("megatron.core.optimizer.optimizer"), "is_counted_here", lambda spec, groups: True)
 
 
 def stale_weights(rank):
@@ -142,20 +142,20 @@ def bucket_sent_before_it_is_full(rank):
         correct(self)
         self.pending -= len(self.parameters) > 1
 
-    def arrived(self, parameter):
+    def ready(self, parameter):
         bucket = self.bucket_of[parameter]
         bucket.pending -= bucket.pending > 0
         for each in self.buckets:
-            if not each.launched:
+            if not each.started:
                 if each.pending > 0:
                     return
-                each.launch()
+                each.start_sum()
                 each.wait()  # else the missing gradient may still come in time
 
     buffer = module("megatron.core.distributed.param_and_grad_buffer").ParamAndGradBuffer
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(where, "reset", reset))
-    stack.enter_context(mock.patch.object(buffer, "gradient_arrived", arrived))
+    stack.enter_context(mock.patch.object(buffer, "gradient_is_ready", ready))
     return stack
 
 
@@ -175,13 +175,13 @@ def reduced_in_bf16(rank):
     import torch
 
     where = module("megatron.core.distributed.param_and_grad_buffer").Bucket
-    correct = where.launch
+    correct = where.start_sum
 
     def rounded(self):
         self.grads.copy_(self.grads.to(torch.bfloat16))
         correct(self)
 
-    return mock.patch.object(where, "launch", rounded)
+    return mock.patch.object(where, "start_sum", rounded)
 
 
 def same_seed_on_every_rank(rank):
@@ -189,8 +189,8 @@ def same_seed_on_every_rank(rank):
     where = module("megatron.core.sharding.placement")
     correct = where._contiguous_runs
 
-    def first_shard(shape, chunk):
-        return correct(shape, where.Chunk((0,) * len(shape), chunk.lengths))
+    def first_shard(shape, held):
+        return correct(shape, where.Rectangle((0,) * len(shape), held.lengths))
 
     return mock.patch.object(where, "_contiguous_runs", first_shard)
 

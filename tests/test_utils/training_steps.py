@@ -16,8 +16,8 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.sharding.placement import global_name, named_specs
-from megatron.core.sharding.sharded_tensor import from_spec
+from megatron.core.sharding.placement import named_specs
+from megatron.core.sharding.sharded_tensor import stretch_tensors
 
 DOUBLE = torch.float64
 STEPS, BATCH, LENGTH, VOCAB = 4, 4, 8, 53
@@ -40,9 +40,10 @@ def build(groups, model=(), **overrides):
 def shards(model, groups, value):
     """(global name, global shape, offsets, values) of what ``value`` gives for each parameter."""
     found = []
-    for name, parameter, spec in named_specs(model):
-        shard = from_spec(global_name(name, spec), value(parameter), spec, groups)
-        found.append((shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone()))
+    for name, parameter, _ in named_specs(model):
+        whole = (0, parameter.numel())
+        for shard in stretch_tensors(name, value(parameter), parameter, whole, groups=groups).values():
+            found.append((shard.name, shard.global_shape, shard.offsets, shard.local.detach().clone()))
     return found
 
 
@@ -127,7 +128,7 @@ def frozen(settings):
 def give_main_grad(parameter, total):
     """What a gradient buffer does: ``total`` becomes ``main_grad``. Returns a list that grows with every arrival."""
     parameter.main_grad, parameter.grad_added_to_main_grad = total, False
-    parameter.arrival = torch.zeros((), device=parameter.device, requires_grad=True)
+    parameter.grad_ready = torch.zeros((), device=parameter.device, requires_grad=True)
     arrivals = []
-    parameter.arrival.register_post_accumulate_grad_hook(arrivals.append)
+    parameter.grad_ready.register_post_accumulate_grad_hook(arrivals.append)
     return arrivals

@@ -25,7 +25,7 @@ from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import DropoutCoordinates
 
 
@@ -41,10 +41,10 @@ class CoreAttention(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        groups: ProcessGroups | None = None,
+        *,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         if config.context_parallel_size != groups.cp.size:
             raise UserError(
                 f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} "

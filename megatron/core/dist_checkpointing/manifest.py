@@ -25,6 +25,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
+from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.core.sharding.sharded_tensor import DTYPES
 
 MANIFEST = "metadata.json"
@@ -166,20 +167,14 @@ def check_coverage(manifest: dict[str, Any]) -> None:
     """Raise ``CheckpointError`` unless the chunks of every tensor cover it exactly once."""
     problems = []
     for name, entry in manifest["tensors"].items():
-        boxes = [(chunk["offsets"], chunk["shape"]) for chunk in entry["chunks"]]
-        if sum(math.prod(shape) for _, shape in boxes) != math.prod(entry["shape"]) or _overlap(boxes):
-            problems.append(f"{name} of shape {entry['shape']} is not covered exactly once by {boxes!r:.2000}")
+        chunks = [rectangle_of(chunk) for chunk in entry["chunks"]]
+        if coverage_problem(entry["shape"], chunks):
+            places = [(chunk["offsets"], chunk["shape"]) for chunk in entry["chunks"]]
+            problems.append(f"{name} of shape {entry['shape']} is not covered exactly once by {places!r:.2000}")
     if problems:
         raise CheckpointError("; ".join(problems))
 
 
-def _overlap(boxes: list[tuple[list[int], list[int]]]) -> bool:
-    """Whether two of the rectangles share an element; a sweep along the first dim keeps it near linear."""
-    boxes = sorted(boxes)
-    for i, (offsets, shape) in enumerate(boxes):
-        for other, other_shape in boxes[i + 1 :]:
-            if shape and other[0] >= offsets[0] + shape[0]:
-                break
-            if all(max(a, b) < min(a + n, b + m) for a, n, b, m in zip(offsets, shape, other, other_shape)):
-                return True
-    return False
+def rectangle_of(chunk: dict[str, Any]) -> Rectangle:
+    """What of its tensor a chunk holds."""
+    return Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"]))

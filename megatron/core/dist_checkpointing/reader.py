@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,14 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.files import read_regular_file
-from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest
+from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest, rectangle_of
 from megatron.core.groups.process_groups import Group
+from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPES, ShardedTensor
 
 MAX_ASSET_BYTES = 2**31
 _LISTED = 40
 """Problems spelled out in one message."""
-
-Box = tuple[Sequence[int], Sequence[int]]
 
 
 def load(
@@ -135,32 +134,27 @@ class CheckpointReader:
         dtype = DTYPES[entry["dtype"]]
         filled = 0
         for chunk in entry["chunks"]:
-            box = _intersection((chunk["offsets"], chunk["shape"]), (tensor.offsets, tensor.local.shape))
-            if box is None:
-                continue
-            offsets, lengths = box
-            target = tensor.local.detach()
-            for dim, (offset, length) in enumerate(zip(offsets, lengths)):
-                target = target.narrow(dim, offset - tensor.offsets[dim], length)
-            self._read_chunk(tensor.name, chunk, dtype, (offsets, lengths), target)
-            filled += math.prod(lengths)
+            wanted = rectangle_of(chunk).intersect(tensor.rectangle)
+            if wanted is not None:
+                self._read_chunk(tensor.name, chunk, dtype, wanted, wanted.of(tensor.local.detach(), tensor.offsets))
+                filled += wanted.numel
         if filled != tensor.local.numel():
             raise CheckpointDamagedError(f"{self.directory}: {tensor.name} is stored only in part")
 
-    def _read_chunk(self, name: str, chunk: dict, dtype: torch.dtype, box: Box, target: Tensor) -> None:
-        """Copy the rectangle ``box`` (global coordinates) of ``chunk`` to ``target``, some rows at a time."""
+    def _read_chunk(self, name: str, chunk: dict, dtype: torch.dtype, wanted: Rectangle, target: Tensor) -> None:
+        """Copy the rectangle ``wanted`` (global coordinates) of ``chunk`` to ``target``, some rows at a time."""
         self._check_header(chunk["file"])
         if target.ndim == 0:
             target.copy_(self._rows(name, chunk, dtype, 0, 1).reshape(()))
             return
         row_bytes = max(math.prod(chunk["shape"][1:]) * dtype.itemsize, 1)
-        first = box[0][0] - chunk["offsets"][0]
+        first = wanted.offsets[0] - chunk["offsets"][0]
         rows_at_once = max(4 * BLOCK_BYTES // row_bytes, 1)
-        for start in range(0, box[1][0], rows_at_once):
-            count = min(rows_at_once, box[1][0] - start)
+        for start in range(0, wanted.lengths[0], rows_at_once):
+            count = min(rows_at_once, wanted.lengths[0] - start)
             rows = self._rows(name, chunk, dtype, first + start, count)
             for dim in range(1, rows.ndim):
-                rows = rows.narrow(dim, box[0][dim] - chunk["offsets"][dim], box[1][dim])
+                rows = rows.narrow(dim, wanted.offsets[dim] - chunk["offsets"][dim], wanted.lengths[dim])
             target[start : start + count].copy_(rows)
 
     def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:
@@ -229,10 +223,3 @@ class CheckpointReader:
                 problems.append(str(error))
         if problems:
             raise CheckpointDamagedError("; ".join(dict.fromkeys(problems)))
-
-
-def _intersection(a: Box, b: Box) -> tuple[list[int], list[int]] | None:
-    """Offsets and lengths of what two rectangles share; None for nothing."""
-    offsets = [max(x, y) for x, y in zip(a[0], b[0])]
-    lengths = [min(x + n, y + m) - o for x, n, y, m, o in zip(a[0], a[1], b[0], b[1], offsets)]
-    return None if any(length <= 0 for length in lengths) else (offsets, lengths)

@@ -37,6 +37,8 @@ from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, ShardedTensor
 Fault = Callable[[str], None]
 """Called with the name of each phase boundary; tests end the process there."""
 
+Key = tuple[str, tuple[int, ...]]
+
 TEMPORARY = ".tmp-"
 REPLACED = ".old"
 
@@ -100,12 +102,9 @@ def save(
         raise
 
 
-Key = tuple[str, tuple[int, ...]]
-"""Name and offsets of a rectangle."""
-
-
 def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
-    """Keys that this rank writes: each rectangle goes to the least loaded rank that has it, large ones first."""
+    """What this rank writes, as (name, offsets): each rectangle goes to the least loaded rank that has it, large ones
+    first."""
     offers = [[key[0], list(key[1]), t.local.numel() * t.local.element_size()] for key, t in tensors.items()]
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}

@@ -1,7 +1,8 @@
 """What every data-parallel wrapper offers to the loop, the optimizer and the checkpoint.
 
-``DistributedDataParallel`` (whole weights, optionally a sharded update) and ``FullyShardedDataParallel`` (sharded
-weights) are the two. All of them sum gradients over the ranks that saw other tokens and never average them.
+``DistributedDataParallel`` (whole weights, optionally a sharded update) and ``TorchFullyShardedDataParallel`` (sharded
+weights) are the two. Both sum each gradient over the ranks that hold the same parameter (``data_parallel_groups``) and
+never average it.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import adopt_declarations
 
@@ -31,10 +31,8 @@ class DataParallel(nn.Module):
         adopt_declarations(module, groups)  # programs that build their model themselves come here first
         self.module = module
         self.groups = groups
-        self.group: dist.ProcessGroup | None = groups.dp_cp.handle
-        """Ranks that hold the same parameters and other data: data times context parallel; None for one rank."""
-        self.shard_group = Group("unsharded")
-        """Ranks that together update every parameter once; a single rank where each updates all."""
+        self.shares_update = False
+        """Whether the ranks of ``DataParallelGroups.shard`` each update a part of a parameter."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""

@@ -19,9 +19,10 @@ from megatron.core.distributed import reductions
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import BufferLayout, ParamAndGradBuffer, group_by_dtype
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.buffer_layout import chosen_bucket_size
 from megatron.core.sharding.parameter_shard import ParameterShard
+from megatron.core.sharding.placement import data_parallel_groups, spec_or_replicated
 
 
 class DistributedDataParallel(DataParallel):
@@ -39,41 +40,43 @@ class DistributedDataParallel(DataParallel):
         self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module,
         disable_bucketing: bool = False, groups: ProcessGroups | None = None,
     ) -> None:  # fmt: skip
-        if groups is None:
-            initialized = parallel_state.model_parallel_is_initialized()
-            groups = parallel_state.get_process_groups() if initialized else SINGLE_PROCESS
-        super().__init__(module, groups)
+        super().__init__(module, groups or parallel_state.get_process_groups())
         self.config = config
         self.ddp_config = ddp_config
-        if ddp_config.use_distributed_optimizer:
-            self.shard_group = groups.dp_cp_shard
+        self.shares_update = ddp_config.use_distributed_optimizer
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        kinds = group_by_dtype(trained, ddp_config.grad_reduce_in_fp32).items()
+        by_ranks: dict[DataParallelGroups, list[nn.Parameter]] = {}
+        for parameter in trained:
+            by_ranks.setdefault(data_parallel_groups(spec_or_replicated(parameter), self.groups), []).append(parameter)
         self.grad_buffers = [
-            ParamAndGradBuffer(kin, dtype, self._layout(trained, disable_bucketing)) for (_, dtype), kin in kinds
+            ParamAndGradBuffer(alike, dtype, self._layout(ranks, own, disable_bucketing))
+            for ranks, own in by_ranks.items()
+            for (_, dtype), alike in group_by_dtype(own, ddp_config.grad_reduce_in_fp32).items()
         ]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]
-        self._hooks += [self._on_arrival(parameter) for parameter in trained]
+        self._hooks += [self._on_token(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
             self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
 
-    def _layout(self, trained: list[nn.Parameter], disable_bucketing: bool) -> BufferLayout:
-        config, groups = self.ddp_config, self.groups
+    def _layout(
+        self, ranks: DataParallelGroups, parameters: list[nn.Parameter], disable_bucketing: bool
+    ) -> BufferLayout:  # fmt: skip
+        config = self.ddp_config
         bucket_size = None if disable_bucketing else chosen_bucket_size(
-            sum(parameter.numel() for parameter in trained), bucket_size=config.bucket_size,
-            num_buckets=config.num_buckets, overlap=config.overlap_grad_reduce, num_ranks=groups.dp_cp.size,
+            sum(parameter.numel() for parameter in parameters), bucket_size=config.bucket_size,
+            num_buckets=config.num_buckets, overlap=config.overlap_grad_reduce, num_ranks=ranks.reduce.size,
         )  # fmt: skip
         pad = config.pad_buckets_for_high_nccl_busbw
         if not config.use_distributed_optimizer:
-            return BufferLayout(groups.dp_cp, bucket_size=bucket_size, pad_for_bus=pad)
+            return BufferLayout(ranks.reduce, bucket_size=bucket_size, pad_for_bus=pad)
         accumulating = config.reduce_scatter_with_fp32_accumulation and not config.grad_reduce_in_fp32
         reduce = reductions.reduce_scatter_accumulating_in_fp32 if accumulating else reductions.reduce_scatter_in_place
         return BufferLayout(
-            groups.dp_cp_shard, reduce, sharded=True, replicas=groups.dp_cp_replica, bucket_size=bucket_size,
-            pad_for_bus=pad, alone=_may_be_tied(self.module, groups),
+            ranks.shard, reduce, sharded=True, replicas=ranks.replica, bucket_size=bucket_size, pad_for_bus=pad,
+            alone=_may_be_tied(self.module, self.groups),
         )  # fmt: skip
 
     def _gather_hooks(self) -> Iterator[Any]:
@@ -88,23 +91,24 @@ class DistributedDataParallel(DataParallel):
 
     def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
+        # a fused product has added its gradient already, and autograd's own, if there is one, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-        parameter.grad = None
-        self._arrived(parameter)
+        parameter.grad = None  # else autograd would add the next micro-batch's to it, and it would count twice
+        self._note(parameter)
 
-    def _on_arrival(self, parameter: nn.Parameter) -> Any:
-        """An operator that adds to ``main_grad`` itself announces the gradient here."""
+    def _on_token(self, parameter: nn.Parameter) -> Any:
+        """An operator that adds to ``main_grad`` itself says so by a gradient of the parameter's token."""
 
-        def forget_and_note(arrival: Tensor) -> None:
-            arrival.grad = None
-            self._arrived(parameter)
+        def drop_and_note(token: Tensor) -> None:
+            token.grad = None
+            self._note(parameter)
 
-        return parameter.arrival.register_post_accumulate_grad_hook(forget_and_note)  # type: ignore[attr-defined]
+        return parameter.grad_ready.register_post_accumulate_grad_hook(drop_and_note)  # type: ignore[attr-defined]
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def _note(self, parameter: nn.Parameter) -> None:
         if self.ddp_config.overlap_grad_reduce and self._last_microbatch:
-            self._buffer_of[parameter].gradient_arrived(parameter)
+            self._buffer_of[parameter].gradient_is_ready(parameter)
 
     def parameter_shards(self) -> dict[nn.Parameter, ParameterShard] | None:
         """What this rank updates: parts of some parameters with a distributed optimizer, else everything (None)."""

@@ -42,11 +42,9 @@ def finalize_model_grads(
     if num_tokens is None:
         return None
     total = num_tokens.detach().to(torch.float64).clone()
-    group = model_chunks[0].group
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    if groups.pp.size > 1:
-        dist.all_reduce(total, group=groups.pp.handle)
+    for group in (groups.dp_cp, groups.pp):
+        if group.size > 1:
+            dist.all_reduce(total, group=group.handle)
     if scale:
         for chunk in model_chunks:
             chunk.scale_gradients(mean_factor(expected_tokens, total))

@@ -1,7 +1,7 @@
 """Contiguous gradient memory. One :class:`ParamAndGradBuffer` per (parameter dtype, gradient dtype) holds the gradients
 of all its parameters in one flat tensor, laid out in reverse creation order (the order in which backward produces them)
-and cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it; ``parameter.arrival`` is a
-leaf that stands for the parameter in autograd's graph where operators add to ``main_grad`` by themselves
+and cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it; ``parameter.grad_ready`` is
+a token, a leaf that stands for the parameter in autograd's graph where operators add to ``main_grad`` by themselves
 (``tensor_parallel/linear.py``).
 
 Where ranks share out the optimizer state (ZeRO 1, Rajbhandari et al. 2020), each owns one stretch of every bucket: its
@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.distributed.reductions import Finish, Reduction, all_reduce, shard_of, waiting_for
+from megatron.core.distributed.reductions import Reduction, all_reduce, shard_of
+from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.collective_names import all_gather
 from megatron.core.groups.process_groups import Group
 from megatron.core.sharding.buffer_layout import bucket_alignment, cut_buffer
@@ -68,53 +69,54 @@ class Bucket:
         self.grads, self.weights, self.layout = grads, weights, layout
         self.parameters = list(parameters)
         self.pending = len(self.parameters)
-        """Gradients of the last micro-batch that have not arrived."""
-        self.launched = False
-        self._finish_sum: Finish | None = None
-        self._finish_gather: Finish | None = None
+        """Gradients of the last micro-batch that are not ready."""
+        self.started = False
+        self._sum: AsyncHandle | None = None
+        self._gather: AsyncHandle | None = None
 
     def reset(self) -> None:
-        """Forget the last iteration's arrivals."""
+        """Expect every gradient again."""
         self.pending = len(self.parameters)
-        self._finish_sum, self.launched = None, False
+        self._sum, self.started = None, False
 
     @property
     def owned(self) -> Tensor:
         """The gradients that this rank has a use for: its shard, or all."""
         return shard_of(self.grads, self.layout.group) if self.layout.sharded else self.grads
 
-    def launch(self) -> None:
+    def start_sum(self) -> None:
         """Start the sum (nothing to do on one rank)."""
-        assert not self.launched, "a bucket was reduced twice in one iteration"
-        self.launched = True
+        assert not self.started, "a bucket was reduced twice in one iteration"
+        self.started = True
         if self.layout.group.size > 1:
-            self._finish_sum = self.layout.reduction(self.grads, self.layout.group)
+            self._sum = self.layout.reduction(self.grads, self.layout.group)
 
     def sum_replicas(self) -> None:
         """Wait for the sum within the instance and start that over the instances."""
         self.wait()
         if self.layout.replicas.size > 1:
-            self._finish_sum = all_reduce(self.owned, self.layout.replicas)
+            self._sum = all_reduce(self.owned, self.layout.replicas)
 
     def wait(self) -> None:
         """Until the sum is there; on CUDA the current stream waits, not the host."""
-        if self._finish_sum is not None:
-            self._finish_sum()
-            self._finish_sum = None
+        if self._sum is not None:
+            self._sum.wait()
+            self._sum = None
 
     def start_gather(self) -> None:
         """Start to bring every rank's updated shard of the weights to all ranks."""
+        # the buffer of a gather that nobody waited for would be written by two collectives at a time
         self.finish_gather()
         group = self.layout.group
         if self.weights is not None and group.size > 1:
-            work = all_gather(self.weights, shard_of(self.weights, group), group=group.handle, async_op=True)
-            self._finish_gather = waiting_for(work)
+            # in place: the shard is a view of the output at this rank's offset, which NCCL and gloo leave where it is
+            self._gather = all_gather(self.weights, shard_of(self.weights, group), group=group.handle, async_op=True)
 
     def finish_gather(self) -> None:
         """The weights are whole when this returns (on CUDA: in stream order)."""
-        if self._finish_gather is not None:
-            self._finish_gather()
-            self._finish_gather = None
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
 
 
 class ParamAndGradBuffer:
@@ -153,11 +155,12 @@ class ParamAndGradBuffer:
     def _adopt(self, parameter: nn.Parameter, place: slice) -> None:
         parameter.main_grad = self.grad_data[place].view(parameter.shape)  # type: ignore[attr-defined]
         parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-        arrival = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)
-        parameter.arrival = arrival  # type: ignore[attr-defined]
+        ready = torch.zeros((), dtype=torch.float32, device=parameter.device, requires_grad=True)
+        parameter.grad_ready = ready  # type: ignore[attr-defined]
         if self.param_data is not None:
             view = self.param_data[place].view(parameter.shape)
             view.copy_(parameter)
+            # the model then computes with the memory that the gather writes: no copy of gathered weights
             parameter.data = view
 
     def shards(self) -> Iterable[ParameterShard]:
@@ -179,37 +182,35 @@ class ParamAndGradBuffer:
         return ParameterShard(parameter, start, stop, self.param_data[place], lambda: grad, parameter.dtype)
 
     def reset(self) -> None:
-        """Zero gradients, no arrivals."""
+        """Zero gradients, none of them ready."""
         self.grad_data.zero_()
         for bucket in self.buckets:
             bucket.reset()
 
-    def gradient_arrived(self, parameter: nn.Parameter) -> None:
-        """Note a gradient of the last micro-batch, and start every bucket whose turn has come.
-
-        Buckets start in their own order even when gradients arrive in another, since all ranks must start the same
-        collectives in the same order.
-        """
+    def gradient_is_ready(self, parameter: nn.Parameter) -> None:
+        """Note a gradient of the last micro-batch, and start every bucket whose turn has come."""
+        # Buckets start in their own order even when gradients come in another: ranks may run backward in different
+        # orders (unused branches, experts without tokens), and collectives that start in different orders hang.
         arrived = self.bucket_of[parameter]
-        if arrived.launched or arrived.pending == 0:
-            raise RuntimeError("a gradient arrived after its sum began: run all but the last micro-batch in no_sync()")
+        if arrived.started or arrived.pending == 0:
+            raise RuntimeError("a gradient came after its sum began: run all but the last micro-batch in no_sync()")
         arrived.pending -= 1
         for bucket in self.buckets:
-            if bucket.launched:
+            if bucket.started:
                 continue
             if bucket.pending > 0:
                 return
-            bucket.launch()
+            bucket.start_sum()
 
     def start_sync(self) -> None:
         """Start the sums that have not started (all of them without overlap; those of unused parameters with it)."""
         for bucket in self.buckets:
-            if not bucket.launched:
-                bucket.launch()
+            if not bucket.started:
+                bucket.start_sum()
 
     def finish_sync(self) -> None:
         """Wait for every sum."""
-        for bucket in self.buckets:
+        for bucket in self.buckets:  # all started before the first is waited for: they overlap
             bucket.sum_replicas()
         for bucket in self.buckets:
             bucket.wait()

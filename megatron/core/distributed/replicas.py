@@ -1,38 +1,29 @@
 """Finds copies of weights and optimizer state that should be equal and are not. Replicas drift apart without any
 visible error (a gradient that nobody sums, a faulty device), so a run compares hashes from time to time.
 
-Which ranks hold copies follows from placements: the data- and context-parallel ranks (those of other instances, where
-each has a shard of its own), tensor-parallel ranks that hold the same shard, and the stages that hold a tied weight.
+Which ranks hold copies follows from placements: two ranks that hold the same rectangle of a global tensor must hold the
+same bits of it, whatever axis they differ in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed.data_parallel import DataParallel, unwrapped
 from megatron.core.groups.process_groups import Group, ProcessGroups
-from megatron.core.sharding.flat_pieces import local_stretch
-from megatron.core.sharding.placement import ParameterSpec, distinct_shard, global_name
+from megatron.core.sharding.sharded_tensor import ShardedTensor, stored_tensors
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HASHED_AT_ONCE = 1 << 24  # elements: a hash needs 24 bytes beside each, which a GPU that is nearly full lacks
 
 
-class Replica(NamedTuple):
-    """A tensor of this rank that other ranks hold copies of."""
-
-    name: str
-    """What to call it; begins or ends with the parameter's name."""
-    tensor: Tensor
-    spec: ParameterSpec | None
-    sharded: bool
-    """Whether data-parallel ranks of one instance hold different parts of it."""
+_AXES = ("dp_cp", "tp", "edp", "ep", "etp", "embedding")
+"""Two ranks with a copy of the same rectangle are joined by steps along these."""
 
 
 class Difference(NamedTuple):
@@ -59,17 +50,16 @@ def tensor_hash(tensor: Tensor) -> Tensor:
     return total
 
 
-def weights_of(module: nn.Module) -> Iterator[Replica]:
+def weights_of(module: nn.Module, groups: ProcessGroups) -> Iterator[ShardedTensor]:
     """Every parameter of a model chunk, wrapped for data parallelism or not."""
     if isinstance(module, DataParallel):
         module.finish_param_sync()
     for name, parameter in unwrapped(module).named_parameters():
-        local, _, _ = local_stretch(parameter)
-        yield Replica(name, local, getattr(parameter, "spec", None), isinstance(parameter, DTensor))
+        yield from stored_tensors(name, parameter, groups=groups).values()
 
 
 def check_replicas(
-    modules: Sequence[nn.Module], groups: ProcessGroups, further: Iterable[Replica] = ()
+    modules: Sequence[nn.Module], groups: ProcessGroups, further: Iterable[ShardedTensor] = ()
 ) -> list[Difference]:  # fmt: skip
     """Every copy that differs, bit for bit, from that of the first rank of its group; empty if all is well.
 
@@ -79,44 +69,26 @@ def check_replicas(
     Args:
         modules: this rank's model chunks.
         groups: this rank's process groups.
-        further: other replicated tensors, such as ``MegatronOptimizer.replicas()``.
+        further: other tensors, such as ``MegatronOptimizer.replicas()``.
     """
-    replicas = [replica for module in modules for replica in weights_of(module)] + list(further)
-    hashes = torch.stack([tensor_hash(replica.tensor) for replica in replicas]).tolist() if replicas else []
-    hashed = list(zip(replicas, hashes))
-    whole = {replica.name: value for replica, value in hashed if not replica.sharded}
-    parts = {replica.name: value for replica, value in hashed if replica.sharded}
-    found = _compare(whole, groups.dp_cp) + _compare(parts, groups.dp_cp_replica)
-    found += _compare({_tensor_parallel_key(replica, groups.tp): value for replica, value in hashed}, groups.tp)
-    found += _compare(_tied(hashed) if groups.embedding.size > 1 else {}, groups.embedding)
-    return found
+    held = [tensor for module in modules for tensor in weights_of(module, groups)] + list(further)
+    hashes = torch.stack([tensor_hash(tensor.local) for tensor in held]).tolist() if held else []
+    mine = [[tensor.name, list(tensor.rectangle.offsets), list(tensor.rectangle.lengths), value]
+            for tensor, value in zip(held, hashes)]  # fmt: skip
+    joined: dict[tuple[int, ...], Group] = {}
+    for axis in _AXES:
+        group: Group = getattr(groups, axis)
+        if group.size > 1:
+            joined.setdefault(group.ranks, group)
+    return [difference for group in joined.values() for difference in _compare(mine, group)]
 
 
-def _tensor_parallel_key(replica: Replica, group: Group) -> str:
-    """Equal on ranks that hold the same shard."""
-    shard, count = (0, 1) if replica.spec is None else distinct_shard(replica.spec, "tp", group)
-    return replica.name if count == 1 else f"{replica.name} (shard {shard} of {count})"
-
-
-def _tied(hashed: list[tuple[Replica, int]]) -> dict[str, int]:
-    """What two pipeline stages may both hold goes by its global name; all else is of one stage."""
-    return {_global_name(replica): value for replica, value in hashed}
-
-
-def _global_name(replica: Replica) -> str:
-    spec = replica.spec
-    if spec is None or spec.tied_to is None:
-        return replica.name
-    prefix = replica.name.partition(":")[0] + ":" if ":" in replica.name else ""
-    return prefix + global_name(replica.name, spec)
-
-
-def _compare(mine: dict[str, int], group: Group) -> list[Difference]:
-    """Values that differ from the first rank's that has the same key."""
-    first: dict[str, int] = {}
+def _compare(mine: list[list[Any]], group: Group) -> list[Difference]:
+    """Values that differ from that of the first rank that holds the same rectangle."""
+    first: dict[tuple, int] = {}
     found = []
-    for rank, entries in zip(group.ranks, all_gather_json(mine, group) if group.size > 1 else ()):
-        for name, value in entries.items():
-            if first.setdefault(name, value) != value:
+    for rank, entries in zip(group.ranks, all_gather_json(mine, group)):
+        for name, offsets, lengths, value in entries:
+            if first.setdefault((name, *offsets, *lengths), value) != value:
                 found.append(Difference(name, rank, group.name))
     return found

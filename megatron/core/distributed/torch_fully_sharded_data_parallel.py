@@ -5,7 +5,8 @@ are kept in fp32 shards, gathered in the dtype that the model computes with; eac
 reduce-scattered and accumulate in fp32 shards. Sums stay sums, as everywhere here: nothing divides by the number of
 ranks.
 
-With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP).
+With several optimizer instances weights are sharded within an instance and replicated over instances (HSDP). Expert
+parameters are sharded over their own data-parallel ranks, which takes modules that hold nothing else: each is a unit.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -22,9 +24,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
 from megatron.core.sharding.flat_pieces import local_stretch
 from megatron.core.sharding.parameter_shard import ParameterShard
+from megatron.core.sharding.placement import spec_or_replicated
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -48,7 +51,7 @@ class TorchFullyShardedDataParallel(DataParallel):
         if groups.dp_cp.size == 1:
             raise UserError("fully sharded data parallelism needs at least two data-parallel ranks")
         self.ddp_config = ddp_config
-        self.shard_group = groups.dp_cp_shard
+        self.shares_update = True
         specs = {name: getattr(parameter, "spec", None) for name, parameter in module.named_parameters()}
         compute_dtype = _the_dtype(module)
         policy = _precision(compute_dtype, ddp_config)
@@ -56,7 +59,11 @@ class TorchFullyShardedDataParallel(DataParallel):
             for parameter in module.parameters():
                 if parameter.dtype in _HALF:
                     parameter.data = parameter.data.float()
-        mesh = _mesh(groups, next(module.parameters()).device)
+        device = next(module.parameters()).device
+        mesh = _mesh(groups.dense, device)
+        for experts in _modules_of_experts(module) if groups.expert != groups.dense else ():
+            expert_mesh = _mesh(groups.expert, device)
+            fully_shard(experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -140,12 +147,30 @@ def _precision(dtype: torch.dtype, config: DistributedDataParallelConfig) -> Mix
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
 
 
-def _mesh(groups: ProcessGroups, device: torch.device) -> DeviceMesh:
+def _modules_of_experts(module: nn.Module) -> list[nn.Module]:
+    """The largest submodules all of whose parameters are of experts; UserError for one with parameters of both kinds,
+    since ``fully_shard`` takes one mesh for a module's own parameters."""
+    own = {spec_or_replicated(parameter).is_expert for parameter in module.parameters(recurse=False)}
+    if own == {True, False}:
+        raise UserError(
+            f"fully sharded data parallelism: {type(module).__name__} holds dense and expert parameters, whose copies "
+            "are on different ranks; move the experts' into a module of their own, or use --use-distributed-optimizer"
+        )
+    everything = {spec_or_replicated(parameter).is_expert for parameter in module.parameters()}
+    if everything == {True}:
+        return [module]
+    return [experts for child in module.children() for experts in _modules_of_experts(child)]
+
+
+def _mesh(ranks: DataParallelGroups, device: torch.device) -> DeviceMesh:
     """The data-parallel ranks: a line, or with several instances a grid (instance, place within it)."""
-    if groups.dp_cp_replica.size == 1:
-        return DeviceMesh.from_group(groups.dp_cp_shard.handle, device.type)
-    grid = torch.tensor(groups.dp_cp.ranks).view(groups.dp_cp_replica.size, groups.dp_cp_shard.size)
-    if groups.dp_cp_shard.size == 1:
+    if ranks.reduce.size == 1:  # experts of which there is one copy: fully_shard knows groups only
+        return DeviceMesh.from_group(dist.new_group(ranks.reduce.ranks, use_local_synchronization=True), device.type)
+    if ranks.replica.size == 1:
+        return DeviceMesh.from_group(ranks.shard.handle, device.type)
+    grid = torch.tensor(ranks.reduce.ranks).view(ranks.replica.size, ranks.shard.size)
+    if ranks.shard.size == 1:
         raise UserError("as many optimizer instances as data-parallel ranks leave nothing to shard")
-    handles = [groups.dp_cp_replica.handle, groups.dp_cp_shard.handle]
-    return DeviceMesh.from_group(handles, device.type, grid, mesh_dim_names=("replicate", "shard"))
+    return DeviceMesh.from_group(
+        [ranks.replica.handle, ranks.shard.handle], device.type, grid, mesh_dim_names=("replicate", "shard")
+    )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.config.errors import UserError
 
@@ -47,6 +47,19 @@ class Group:
         return self.rank == self.size - 1
 
 
+class DataParallelGroups(NamedTuple):
+    """The ranks that matter to one kind of parameters, dense or expert: for gradients, optimizer state and norms."""
+
+    reduce: Group
+    """Ranks that hold the same parameters: their gradients are summed over it."""
+    shard: Group
+    """Ranks of ``reduce`` that share out one copy of the optimizer state: all of them with one instance."""
+    replica: Group
+    """Ranks of ``reduce`` that hold the same part of that state, one of each instance."""
+    model: Group
+    """Ranks that together hold one copy of the parameters."""
+
+
 @dataclass(frozen=True)
 class ProcessGroups:
     """One group per axis, or per combination of axes, as seen by this process. The defaults describe a single
@@ -74,13 +87,40 @@ class ProcessGroups:
     ep: Group = Group("ep")
     etp: Group = Group("etp")
     edp: Group = Group("edp")
+    """Ranks that hold the same expert parameters: what is ``dp_cp`` to dense ones."""
+    edp_shard: Group = Group("edp_shard")
+    edp_replica: Group = Group("edp_replica")
     etp_ep: Group = Group("etp_ep")
+    etp_ep_pp: Group = Group("etp_ep_pp")
+    """Ranks that together hold one copy of the expert parameters."""
     pp_up: Group = Group("pp_up")
     """The ranks of ``pp`` again, with a communicator of their own for messages to higher ranks."""
     pp_down: Group = Group("pp_down")
     """The same for messages to lower ranks."""
     embedding: Group = Group("embedding")
     """First and last pipeline stage, which share tied embeddings; one rank where this rank is on neither."""
+
+    def stream(self, sequence_parallel: bool) -> Group:
+        """Ranks that split the positions of the residual stream; this rank alone without sequence parallelism."""
+        return self.tp if sequence_parallel else SINGLE_PROCESS.tp
+
+    @property
+    def dense(self) -> DataParallelGroups:
+        """Those of parameters of the dense grid."""
+        return DataParallelGroups(self.dp_cp, self.dp_cp_shard, self.dp_cp_replica, self.tp_pp)
+
+    @property
+    def expert(self) -> DataParallelGroups:
+        """Those of parameters of the expert grid: the dense ones where they are the same ranks (no expert parallelism),
+        so that both kinds share buffers and collectives."""
+        own = DataParallelGroups(self.edp, self.edp_shard, self.edp_replica, self.etp_ep_pp)
+        alike = all(mine.ranks == dense.ranks for mine, dense in zip(own, self.dense))
+        return self.dense if alike else own
+
+    @property
+    def data_parallel(self) -> tuple[DataParallelGroups, ...]:
+        """All different ones. Every rank has as many, whatever it holds, and may sum over each in turn."""
+        return tuple(dict.fromkeys((self.dense, self.expert)))
 
 
 SINGLE_PROCESS = ProcessGroups()
@@ -91,7 +131,7 @@ _AXES = {
 }  # fmt: skip
 _LANES = ("pp_up", "pp_down")
 """Groups that share their communicator with no other, although others have the same ranks."""
-_EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep"}
+_EXPERT_AXES = {"ep": "ep", "etp": "tp", "edp": "dp", "etp_ep": "tp-ep", "etp_ep_pp": "tp-ep-pp"}
 
 
 def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[str]) -> list[list[int]]:
@@ -150,6 +190,11 @@ class RankGrid:
                 f"{self.expert_tp} x "
                 f"expert-model-parallel {self.ep} x pipeline-model-parallel {self.pp}"
             )
+        if self.edp % self.optimizer_instances:
+            raise UserError(
+                f"{self.optimizer_instances} optimizer instances do not divide the {self.edp} data-parallel ranks of "
+                "expert parameters"
+            )
         if self._rank_lists(self.expert_sizes, "pp") != self._rank_lists(self.sizes, "pp"):
             raise UserError(f"order {self.order!r} gives the expert grid other pipeline groups than the dense grid")
 
@@ -199,15 +244,15 @@ class RankGrid:
         """All groups of expert axes: ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"``, ``"pp"``."""
         return self._rank_lists(self.expert_sizes, axes)
 
-    def optimizer_shard_rank_lists(self) -> list[list[int]]:
-        """Stretches of the ``dp_cp`` groups, one per optimizer instance."""
-        size = self.dp * self.cp // self.optimizer_instances
-        return [ranks[i : i + size] for ranks in self.rank_lists("dp-cp") for i in range(0, len(ranks), size)]
+    def optimizer_shard_rank_lists(self, lists: list[list[int]]) -> list[list[int]]:
+        """Stretches of data-parallel groups ``lists``, one per optimizer instance."""
+        size = len(lists[0]) // self.optimizer_instances
+        return [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
 
-    def optimizer_replica_rank_lists(self) -> list[list[int]]:
+    def optimizer_replica_rank_lists(self, lists: list[list[int]]) -> list[list[int]]:
         """Ranks at the same place of those stretches."""
-        size = self.dp * self.cp // self.optimizer_instances
-        return [ranks[i::size] for ranks in self.rank_lists("dp-cp") for i in range(size)]
+        size = len(lists[0]) // self.optimizer_instances
+        return [ranks[i::size] for ranks in lists for i in range(size)]
 
     def inner_context_rank_lists(self) -> list[list[int]]:
         """Stretches of the ``cp`` groups, one for each place in the outer level."""
@@ -234,8 +279,9 @@ class RankGrid:
         lists = {"world": [list(range(self.world_size))]}
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
-        lists |= {"dp_cp_shard": self.optimizer_shard_rank_lists()}
-        lists |= {"dp_cp_replica": self.optimizer_replica_rank_lists()}
+        for name in ("dp_cp", "edp"):
+            lists[f"{name}_shard"] = self.optimizer_shard_rank_lists(lists[name])
+            lists[f"{name}_replica"] = self.optimizer_replica_rank_lists(lists[name])
         lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
         lists |= {"cp_a2a": self.inner_context_rank_lists(), "cp_p2p": self.outer_context_rank_lists()}
         return lists | {"embedding": self.embedding_rank_lists()}

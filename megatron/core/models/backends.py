@@ -43,7 +43,7 @@ class Backend:
 
 def transformer_engine_attention(
     config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
-    groups: ProcessGroups | None = None,
+    *, groups: ProcessGroups,
 ) -> nn.Module:  # fmt: skip
     """Transformer Engine's attention; that of ``local`` where ranks share sequences, where no kernel is wanted and with
     attention dropout, of which the package draws masks that depend on the layout.
@@ -52,7 +52,7 @@ def transformer_engine_attention(
         UserError: variables that contradict ``attention_backend``.
     """
     if config.context_parallel_size > 1 or config.attention_backend == "local" or config.attention_dropout:
-        return CoreAttention(config, layer_number, attn_mask_type, groups)
+        return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():
         if os.environ.setdefault(name, value) != value:
@@ -70,7 +70,7 @@ class TransformerEngineLayer(TransformerLayer):
 
     def __init__(
         self, config: TransformerConfig, submodules: Any, layer_number: int = 1, *,
-        groups: ProcessGroups | None = None, branches: range | None = None,
+        groups: ProcessGroups, branches: range | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
         if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):

@@ -2,50 +2,52 @@
 
 A parameter that is sharded over an axis contributes its shards; one that is replicated there contributes from the axis'
 rank 0 alone. Which it is follows from its placement (``parameter.spec``). Data-parallel ranks hold equal gradients and
-are not added up, unless each has a shard of its own (``shards``: the group of those that do).
+are not added up, unless each has a shard of its own. Over which ranks a sum goes therefore differs between dense and
+expert parameters: a *share* is tensors with the groups whose ranks together hold each of their elements once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from megatron.core.groups.process_groups import Group, ProcessGroups
-from megatron.core.sharding import placement
+from megatron.core.groups.process_groups import Group
 
-UNSHARDED = Group("unsharded")
 _BATCH = 1 << 28  # elements: 1 GB in fp32
 
-
-def is_counted_here(parameter: nn.Parameter, groups: ProcessGroups) -> bool:
-    """Whether this rank contributes ``parameter`` (or its shard of it) to a sum over the model."""
-    return placement.is_counted_here(getattr(parameter, "spec", None), groups)
+Share = tuple[Iterable[Tensor], Sequence[Group]]
 
 
-def sum_over_model(value: Tensor, groups: ProcessGroups, shards: Group = UNSHARDED) -> Tensor:
-    """``value`` summed, in place, over the ranks that together hold one copy of the model (and of its shards)."""
-    for group in (shards, groups.tp_pp):
-        if group.size > 1:
-            dist.all_reduce(value, group=group.handle)
-    return value
+def sum_over_model(shares: Iterable[Share], local_sum: Callable[[Iterable[Tensor]], Tensor]) -> Tensor:
+    """The sum over the model of what ``local_sum``, a new scalar, makes of each share's tensors.
+
+    Collective: every rank comes with the same groups in the same order, whether it has tensors or not.
+    """
+    sums = []
+    for tensors, groups in shares:
+        value = local_sum(tensors)
+        for group in groups:
+            if group.size > 1:
+                dist.all_reduce(value, group=group.handle)
+        sums.append(value)
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
-def l2_norm(
-    tensors: Iterable[Tensor], device: torch.device, groups: ProcessGroups, shards: Group = UNSHARDED
-) -> Tensor:  # fmt: skip
-    """L2 norm over all ``tensors`` of the model as an fp64 scalar on ``device``.
+def l2_norm(shares: Iterable[Share], device: torch.device) -> Tensor:
+    """L2 norm over all tensors of the model as an fp64 scalar on ``device``.
 
     One pass over memory: a tensor's sum of squares in fp32 (fp64 for fp64), in an order that depends on its size alone;
     theirs in fp64.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    norms = [norm.to(torch.float64) for batch in _batches(tensors) for norm in _norms(batch)]
-    if norms:
-        total = torch.stack(norms).square().sum()
-    return sum_over_model(total, groups, shards).sqrt()
+
+    def squares(tensors: Iterable[Tensor]) -> Tensor:
+        norms = [norm.to(torch.float64) for batch in _batches(tensors) for norm in _norms(batch)]
+        return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
+
+    return sum_over_model(shares, squares).sqrt()
 
 
 def _batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -67,14 +69,16 @@ def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_norm(tensors, 2, dtype=dtype)
 
 
-def count_zeros(
-    tensors: Iterable[Tensor], device: torch.device, groups: ProcessGroups, shards: Group = UNSHARDED
-) -> Tensor:  # fmt: skip
+def count_zeros(shares: Iterable[Share], device: torch.device) -> Tensor:
     """Number of elements that are exactly zero, over the model, as an int64 scalar on ``device``."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    for tensor in tensors:
-        total += tensor.numel() - torch.count_nonzero(tensor)
-    return sum_over_model(total, groups, shards)
+
+    def zeros(tensors: Iterable[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=torch.int64, device=device)
+        for tensor in tensors:
+            total += tensor.numel() - torch.count_nonzero(tensor)
+        return total
+
+    return sum_over_model(shares, zeros)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -1,6 +1,9 @@
 """The optimizer step: measure, check, then clip, update and round in one pass (``update_rules``). Gradients are read
 from ``parameter.main_grad`` (see ``core/distributed``), or ``parameter.grad`` without it.
 
+An optimizer is a list of parts, each an update rule, the ranks that hold and share out its parameters, and parameter
+groups: AdamW beside another rule, dense parameters beside experts. Norm, clipping and skipping are of all of them.
+
 An update works on *masters* (``fusions/master_weights``): the model's own weights where they are fp32 (or fp64); fp32
 copies of them, or the 16 bits that they lack, where the model computes in half precision. Where data-parallel ranks
 share out the update (a distributed optimizer, fully sharded data parallelism), there is a master for what this rank
@@ -14,7 +17,7 @@ State is known by global parameter names, so that it can be saved, compared and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +25,15 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.distributed.replicas import Replica
 from megatron.core.fusions.master_weights import Master, Updated, master_of
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.optimizer.clip_grads import UNSHARDED, clip_coefficient, count_zeros, is_counted_here, l2_norm
+from megatron.core.groups.process_groups import DataParallelGroups, ProcessGroups
+from megatron.core.optimizer.clip_grads import Share, clip_coefficient, count_zeros, l2_norm
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, build_update_rule
+from megatron.core.optimizer.update_rules import Conditions, UpdateGroup, UpdateRule, build_update_rule
+from megatron.core.sharding.flat_pieces import flat_pieces
 from megatron.core.sharding.parameter_shard import ParameterShard, whole
+from megatron.core.sharding.placement import data_parallel_groups, is_counted_here, spec_or_replicated
 from megatron.core.sharding.sharded_tensor import ShardedTensor, stretch_tensors
 
 GradScaler = ConstantGradScaler | DynamicGradScaler
@@ -42,11 +46,19 @@ class Update(NamedTuple):
     """What one step found, 0-d tensors on the device."""
 
     found_nonfinite: Tensor
-    """bool: a NaN, an infinity or the caller's objection; nothing has changed."""
+    """bool: a NaN, an infinity, or ``skip_update`` of the caller; nothing has changed."""
     grad_norm: Tensor
     """fp64: L2 norm before clipping."""
     num_zeros: Tensor | None
     """int64: zeros in the gradients, if asked for."""
+
+
+class OptimizerPart(NamedTuple):
+    """Parameters that one rule updates and one set of ranks shares out."""
+
+    rule: UpdateRule
+    ranks: DataParallelGroups
+    param_groups: list[dict[str, Any]]
 
 
 class MegatronOptimizer:
@@ -63,7 +75,7 @@ class MegatronOptimizer:
 
     def __init__(
         self, config: OptimizerConfig, param_groups: Sequence[dict[str, Any]], model_chunks: Sequence[nn.Module],
-        *, grad_scaler: GradScaler | None = None, groups: ProcessGroups = SINGLE_PROCESS,
+        *, groups: ProcessGroups, grad_scaler: GradScaler | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.model_chunks = list(model_chunks)
@@ -75,8 +87,8 @@ class MegatronOptimizer:
         self.masters: dict[str, Master] = {}
         """Their exact values."""
         parallel = self._parallel_chunks()
-        self.shard_group = parallel[0].shard_group if parallel else UNSHARDED
-        """Ranks that together update every parameter."""
+        self.shares_update = any(chunk.shares_update for chunk in parallel)
+        """Whether data-parallel ranks each update a part of every parameter."""
         cut = [shards for chunk in parallel if (shards := chunk.parameter_shards()) is not None]
         shards = {key: shard for each in cut for key, shard in each.items()} if cut else None
         rates = {"lr": 0.0 if config.lr is None else config.lr, "weight_decay": config.weight_decay}
@@ -84,7 +96,11 @@ class MegatronOptimizer:
         """A scheduler writes ``lr`` and ``weight_decay`` here."""
         if not self.model_params:
             raise UserError("the model has no parameter to train")
-        self.rule = build_update_rule(config, list(self.masters.values()))
+        self.parts = self._build_parts()
+        self._counted = {
+            ranks: [name for name in self.masters if self._is_counted(name, ranks)] for ranks in groups.data_parallel
+        }
+        """What this rank contributes to sums over the model, by the ranks that hold it."""
         self._allocate()
         self._steps = torch.zeros((), dtype=torch.float32, device=self.device)
         self._found_nonfinite = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -104,6 +120,23 @@ class MegatronOptimizer:
                 names.append(name)
         return {"names": names, "params": [self.model_params[name] for name in names]}
 
+    def _build_parts(self) -> list[OptimizerPart]:
+        by_kind: dict[tuple[str, DataParallelGroups], list[dict[str, Any]]] = {}
+        for group in self.param_groups:
+            kind, is_expert = group.get("optimizer", self.config.optimizer), group.get("is_expert_parallel", False)
+            by_kind.setdefault((kind, self.groups.expert if is_expert else self.groups.dense), []).append(group)
+        return [
+            OptimizerPart(build_update_rule(kind, self.config, self._masters_of(own)), ranks, own)
+            for (kind, ranks), own in by_kind.items()
+        ]
+
+    def _masters_of(self, param_groups: Sequence[dict[str, Any]]) -> list[Master]:
+        return [self.masters[name] for group in param_groups for name in group["names"]]
+
+    def _is_counted(self, name: str, ranks: DataParallelGroups) -> bool:
+        spec = getattr(self.model_params[name], "spec", None)
+        return data_parallel_groups(spec, self.groups) == ranks and is_counted_here(spec, self.groups)
+
     @torch.no_grad()
     def _allocate(self) -> None:
         """All state, so that memory use and state names do not depend on the first step: a flat buffer per kind."""
@@ -114,11 +147,11 @@ class MegatronOptimizer:
             masters[name].refresh()
         self.moments: dict[str, dict[str, Tensor]] = {}
         """Kind of moment, then name."""
-        for kind, dtype in self.rule.moment_dtypes.items():
-            wanted = {
-                name: dtype if master.dtype == torch.float32 else master.dtype for name, master in masters.items()
-            }
-            self.moments[kind] = self._flat(wanted)
+        for part in self.parts:
+            own = {name: masters[name].dtype for group in part.param_groups for name in group["names"]}
+            for kind, dtype in part.rule.moment_dtypes.items():
+                wanted = {name: dtype if master == torch.float32 else master for name, master in own.items()}
+                self.moments.setdefault(kind, {}).update(self._flat(wanted))
 
     def _flat(self, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
         """Zeros of the shapes of the masters called so, contiguous by dtype."""
@@ -151,10 +184,6 @@ class MegatronOptimizer:
         """Whether the last step met a NaN or an infinity, and therefore changed nothing. Waits for the device."""
         return bool(self._found_nonfinite.item())
 
-    def get_parameters(self) -> list[Tensor]:
-        """The exact values of what this rank updates."""
-        return list(self.main_params.values())
-
     def get_loss_scale(self) -> float:
         """1.0 without a scaler."""
         return self.grad_scaler.scale if self.grad_scaler else 1.0
@@ -186,11 +215,11 @@ class MegatronOptimizer:
         return True, float(update.grad_norm), None if update.num_zeros is None else int(update.num_zeros)
 
     @torch.no_grad()
-    def update(self, objection: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
+    def update(self, skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Update:
         """:meth:`step` without waiting for the device (but with a dynamic loss scale, which the host keeps).
 
         Args:
-            objection: a bool on the device; True keeps everything as it is, as a NaN in the gradients does.
+            skip_update: a bool on the device; True changes nothing, like a NaN in the gradients.
             gradient_factor: a scalar on the device that the gradients still have to be multiplied by; done in the pass
                 that reads them anyway.
         """
@@ -204,13 +233,14 @@ class MegatronOptimizer:
         if unscale is not None:
             norm = norm * unscale
         found = ~norm.isfinite()
-        if objection is not None:
-            found = found | objection
+        if skip_update is not None:
+            found = found | skip_update
         num_zeros = self._count_zeros(grads) if self.config.log_num_zeros_in_grad else None
         self._found_nonfinite = found
         skip = found.to(torch.float32)
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
-        self.rule.update(self._update_groups(grads), conditions)
+        for part in self.parts:
+            part.rule.update(self._update_groups(part, grads), conditions)
         self._steps += 1.0 - skip
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.update(bool(found))
@@ -226,15 +256,16 @@ class MegatronOptimizer:
             return clip if unscale is None else clip * unscale
         return None if unscale is None else torch.ones_like(norm) * unscale
 
-    def _update_groups(self, grads: dict[str, Tensor]) -> list[UpdateGroup]:
-        return [
-            UpdateGroup([self._updated(name, grads[name]) for name in group["names"] if name in grads], group["lr"],
-                        group["weight_decay"])
-            for group in self.param_groups
-        ]  # fmt: skip
+    def _update_groups(self, part: OptimizerPart, grads: dict[str, Tensor]) -> list[UpdateGroup]:
+        kinds = [self.moments[kind] for kind in part.rule.moment_dtypes]
 
-    def _updated(self, name: str, gradient: Tensor) -> Updated:
-        return Updated(self.masters[name], gradient, tuple(kind[name] for kind in self.moments.values()))
+        def updated(name: str) -> Updated:
+            return Updated(self.masters[name], grads[name], tuple(kind[name] for kind in kinds))
+
+        return [
+            UpdateGroup([updated(name) for name in group["names"] if name in grads], group["lr"], group["weight_decay"])
+            for group in part.param_groups
+        ]
 
     def _parallel_chunks(self) -> list[DataParallel]:
         return [chunk for chunk in self.model_chunks if isinstance(chunk, DataParallel)]
@@ -252,31 +283,30 @@ class MegatronOptimizer:
         place. Copies of one element (over tensor-parallel ranks that replicate a parameter, data-parallel ranks without
         sharding) come from each of their ranks.
         """
-        for name, shard in self.shards.items():
-            gradient = shard.gradient()
-            if gradient is not None:
-                stretch = (shard.start, shard.stop)
-                yield from stretch_tensors(name, gradient, shard.parameter, stretch, groups=self.groups).values()
+        yield from self._sharded("", self._gradients()).values()
 
-    def _counted(self) -> list[str]:
-        """What this rank contributes to sums over the model: every unique element exactly once."""
-        return [name for name in self.masters if is_counted_here(self.model_params[name], self.groups)]
+    def _shares(self, tensors_of: Callable[[str], Iterable[Tensor]]) -> Iterator[Share]:
+        """What ``tensors_of`` gives for each name, every unique element of the model exactly once, with the groups to
+        sum over: the same ones on all ranks, whichever parameters they hold."""
+        for ranks in self.groups.data_parallel:
+            tensors = (tensor for name in self._counted[ranks] for tensor in tensors_of(name))
+            yield tensors, (ranks.shard, ranks.model) if self.shares_update else (ranks.model,)
 
     def _norm(self, grads: dict[str, Tensor]) -> Tensor:
         """Global L2 norm of the gradients; padding has none."""
-        tensors = [grads[name] for name in self._counted() if name in grads]
-        return l2_norm(tensors, self.device, self.groups, self.shard_group)
+        return l2_norm(self._shares(lambda name: [grads[name]] if name in grads else []), self.device)
 
     def _count_zeros(self, grads: dict[str, Tensor]) -> Tensor:
         """Zeros among the gradients, without those of padding."""
-        tensors = []
-        for name in self._counted():
+
+        def tensors_of(name: str) -> Iterator[Tensor]:
             if name in grads:
                 shard = self.shards[name]
-                stretch = (shard.start, shard.stop)
-                pieces = stretch_tensors(name, grads[name], shard.parameter, stretch, groups=self.groups)
-                tensors += [piece.local for piece in pieces.values()]
-        return count_zeros(tensors, self.device, self.groups, self.shard_group)
+                spec = spec_or_replicated(shard.parameter)
+                for _, piece in flat_pieces(spec, self.groups, (shard.start, shard.stop), grads[name]):
+                    yield piece
+
+        return count_zeros(self._shares(tensors_of), self.device)
 
     def params_norm(self) -> float:
         """Global L2 norm of the exact values. Waits for the device."""
@@ -285,8 +315,7 @@ class MegatronOptimizer:
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:
         """The same as a 0-d fp64 tensor."""
-        tensors = (self.masters[name].read() for name in self._counted())
-        return l2_norm(tensors, self.device, self.groups, self.shard_group)
+        return l2_norm(self._shares(lambda name: [self.masters[name].read()]), self.device)
 
     @torch.no_grad()
     def reload_model_params(self) -> None:
@@ -309,12 +338,10 @@ class MegatronOptimizer:
     def _has_main_param(self, name: str) -> bool:
         return self.shards[name].compute_dtype in HALF
 
-    def replicas(self) -> Iterator[Replica]:
-        """Moments and main parameters, for ``check_replicas``: ``exp_avg:`` + parameter name …"""
-        for key, named in self.state_dict().items():
-            for name, tensor in named.items() if key not in _SCALARS else ():
-                spec = getattr(self.model_params[name], "spec", None)
-                yield Replica(f"{key}:{name}", tensor, spec, self.shard_group.size > 1)
+    def replicas(self) -> Iterator[ShardedTensor]:
+        """Moments and main parameters, for ``check_replicas``: ``exp_avg:`` + global parameter name …"""
+        for key, named in self._state_tensors(self.state_dict()):
+            yield from self._sharded(f"{key}:", named).values()
 
     def sharded_tensors(
         self, prefix: str = "optimizer.", state: dict[str, Any] | None = None
@@ -322,13 +349,21 @@ class MegatronOptimizer:
         """The tensors of ``state``, by default of :meth:`state_dict`, as rectangles called prefix + ``exp_avg.`` +
         global parameter name. Who fills them calls :meth:`load_state_dict` with that state."""
         tensors: dict[str, ShardedTensor] = {}
-        for key, named in (self.state_dict() if state is None else state).items():
-            for name, tensor in named.items() if key not in _SCALARS else ():
-                shard = self.shards[name]
-                tensors |= stretch_tensors(
-                    name, tensor, shard.parameter, (shard.start, shard.stop), prefix=f"{prefix}{key}.",
-                    groups=self.groups,
-                )  # fmt: skip
+        for key, named in self._state_tensors(self.state_dict() if state is None else state):
+            tensors |= self._sharded(f"{prefix}{key}.", named)
+        return tensors
+
+    def _state_tensors(self, state: dict[str, Any]) -> list[tuple[str, dict[str, Tensor]]]:
+        return [(key, named) for key, named in state.items() if key not in _SCALARS]
+
+    def _sharded(self, prefix: str, named: dict[str, Tensor]) -> dict[str, ShardedTensor]:
+        """What this rank updates of each parameter, given values in the order of its memory, as rectangles."""
+        tensors: dict[str, ShardedTensor] = {}
+        for name, tensor in named.items():
+            shard = self.shards[name]
+            tensors |= stretch_tensors(
+                name, tensor, shard.parameter, (shard.start, shard.stop), prefix=prefix, groups=self.groups
+            )
         return tensors
 
     @torch.no_grad()

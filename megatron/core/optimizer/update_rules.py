@@ -7,7 +7,7 @@ is told beyond rates stays on the device, whether to skip included.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -82,7 +82,7 @@ class Adam:
 class SGD:
     """``b <- momentum b + g + wd p, p <- p - lr b``, by torch's fused operator."""
 
-    def __init__(self, config: OptimizerConfig) -> None:
+    def __init__(self, config: OptimizerConfig, masters: Sequence[Master]) -> None:
         self.momentum = config.sgd_momentum
         self.moment_dtypes = {"momentum_buffer": torch.float32} if self.momentum else {}
 
@@ -106,10 +106,12 @@ def moment_dtype(flag: str, name: str | torch.dtype) -> torch.dtype:
     return DTYPES[name]
 
 
-def build_update_rule(config: OptimizerConfig, masters: Sequence[Master]) -> UpdateRule:
-    """The rule that ``config`` asks for; ``ValueError`` names one that does not exist."""
-    if config.optimizer == "sgd":
-        return SGD(config)
-    if config.optimizer != "adam":
-        raise UserError(f"--optimizer {config.optimizer}: not available yet; choose adam or sgd")
-    return Adam(config, masters)
+RULES: dict[str, Callable[[OptimizerConfig, Sequence[Master]], UpdateRule]] = {"adam": Adam, "sgd": SGD}
+"""--optimizer, or ``optimizer`` of a parameter group."""
+
+
+def build_update_rule(name: str, config: OptimizerConfig, masters: Sequence[Master]) -> UpdateRule:
+    """The rule called ``name`` for ``masters``; ``UserError`` for one that does not exist."""
+    if name not in RULES:
+        raise UserError(f"--optimizer {name}: not available yet; choose {' or '.join(RULES)}")
+    return RULES[name](config, masters)

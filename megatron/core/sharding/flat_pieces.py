@@ -8,47 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Chunk, ParameterSpec, Zeros, stored_rectangle
+from megatron.core.sharding.placement import ParameterSpec, stored_rectangle
+from megatron.core.sharding.rectangles import Rectangle
 
 
-class FlatPiece(NamedTuple):
-    """A rectangle within a flat stretch of a local tensor."""
+def flat_pieces(
+    spec: ParameterSpec, groups: ProcessGroups, stretch: tuple[int, int], flat: Tensor
+) -> Iterator[tuple[Rectangle, Tensor]]:
+    """A stretch (begin, end) of this rank's shard, in the order of memory, as rectangles of the global tensor.
 
-    start: int
-    """Where it begins, counted from the begin of the stretch."""
-    stored: tuple[int, ...]
-    """Its lengths in local memory, padding included."""
-    chunk: Chunk
-    """The rectangle of the true global tensor that it holds."""
-
-    def view(self, flat: Tensor) -> Tensor:
-        """This rectangle of ``flat``, the stretch's elements (of a parameter, gradient or moment)."""
-        view = flat.detach().reshape(-1)[self.start : self.start + math.prod(self.stored)].view(self.stored)
-        for dim, length in enumerate(self.chunk.lengths):
-            view = view.narrow(dim, 0, length)
-        return view
-
-
-def flat_pieces(spec: ParameterSpec, groups: ProcessGroups, start: int, stop: int) -> list[FlatPiece]:
-    """Elements ``start`` to ``stop`` of this rank's shard, in the order of memory, as rectangles of the global tensor.
-
+    With each comes its view of ``flat``, which holds the stretch's elements in any shape: weights, gradients, moments.
     A stretch of a matrix is at most three: the rest of a row, whole rows, the begin of a row. Padding is in none.
     """
-    offsets, lengths = stored_rectangle(spec, groups)
-    pieces, cursor = [], 0
-    for begin, stored in _split_stretch(lengths, start, stop):
-        begin = tuple(offset + at for offset, at in zip(offsets, begin))
-        true = tuple(max(0, min(length, total - at)) for length, total, at in zip(stored, spec.shape, begin))
-        if 0 not in true:
-            pieces.append(FlatPiece(cursor, stored, Chunk(begin, true)))
-        cursor += math.prod(stored)
-    return pieces
+    shard = stored_rectangle(spec, groups)
+    memory, cursor = flat.detach().reshape(-1), 0
+    for at, lengths in _split_stretch(list(shard.lengths), *stretch):
+        stored = Rectangle(tuple(offset + begin for offset, begin in zip(shard.offsets, at)), lengths)
+        held, size = stored.within(spec.shape), stored.numel
+        if held.numel:
+            yield held, held.of(memory[cursor : cursor + size].view(lengths), stored.offsets)
+        cursor += size
 
 
 def _split_stretch(
@@ -89,10 +73,3 @@ def local_stretch(tensor: Tensor) -> tuple[Tensor, int, int]:
             per_rank = -(-rows // tensor.device_mesh.size(axis))
             start = min(per_rank * tensor.device_mesh.get_local_rank(axis), rows) * (tensor.numel() // max(rows, 1))
     return local, start, start + local.numel()
-
-
-def spec_or_replicated(param: Tensor) -> ParameterSpec:
-    """The spec attached by ``parameter()``; a user's own parameter without one is whole on every rank."""
-    spec = getattr(param, "spec", None)
-    shape = tuple(param.shape)
-    return ParameterSpec(shape, Zeros(), ndim=len(shape), stored=shape) if spec is None else spec

@@ -3,10 +3,14 @@
 ``parameter(...)`` creates this rank's shard and attaches a ``ParameterSpec``. Everything else is derived from it:
 initial values here, and elsewhere gradient synchronisation, gradient norm, checkpoint chunks and parameter counts.
 
+``mesh`` names axes of one of the two rank grids (``core/groups/process_groups.py``): a dense parameter may be split
+over ``tp``, an expert parameter over ``ep`` and ``etp``. The other ranks of that grid hold copies of it: they sum its
+gradient and may share out its optimizer state (``data_parallel_groups``).
+
 A stacked weight declares the *logical* shape in which every shard is a rectangle, e.g. gate and up as ``(2, ffn,
-hidden)`` with ``tp=Shard(1)``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers and
-checkpoints expect. A padded dim declares its stored size: the global shape is the true one, and the padding, which no
-layer may let take part in its result, holds zeros and belongs to no chunk.
+hidden)`` with ``mesh={"tp": Shard(1)}``; the ``nn.Parameter`` itself folds the leading logical dims into one, as layers
+and checkpoints expect. A padded dim declares its stored size: the global shape is the true one, and the padding, which
+no layer may let take part in its result, holds zeros and belongs to no checkpoint.
 
 Where a rank's share of a global tensor is no rectangle, it is several parameters, each a ``Part`` of that tensor. Keys
 and values with fewer heads than tensor-parallel ranks are such a part: several ranks hold the same head (``Nested``).
@@ -24,14 +28,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from megatron.core.config.errors import UserError
-from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, DataParallelGroups, Group, ProcessGroups
 from megatron.core.random import philox
+from megatron.core.sharding.rectangles import Rectangle
 
 __all__ = [
-    "AsBuilt", "Chunk", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate",
-    "Shard", "XavierUniform", "Zeros", "adopt_declarations", "global_name", "initialize_parameters",
-    "is_counted_here", "local_chunk", "named_specs", "parameter", "require_declarations", "unique_parameter_count",
+    "AsBuilt", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate", "Shard",
+    "XavierUniform", "Zeros", "adopt_declarations", "data_parallel_groups", "global_name", "initialize_parameters",
+    "is_counted_here", "local_rectangle", "named_specs", "parameter", "require_declarations", "spec_or_replicated",
+    "unique_parameter_count",
 ]  # fmt: skip
+
+DENSE_AXES = ("tp",)
+EXPERT_AXES = ("ep", "etp")
+"""What may stand in a mesh: the axes that split parameters, of either grid. A parameter is on one of the grids."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +84,13 @@ class Nested:
 
 
 class Part(NamedTuple):
-    """The rectangle of a global tensor that one of several sibling parameters holds (all ranks together)."""
+    """What one of several sibling parameters holds, on all ranks together, of a tensor."""
 
     shape: tuple[int, ...]
     """Logical shape of the whole tensor."""
     leaf: str
-    """Last component of the global name: that of the sibling which gives the tensor its name."""
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    """Last component of its global name: that of the sibling which gives the tensor its name."""
+    rectangle: Rectangle
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class ParameterSpec:
     """Logical global shape, without padding."""
     init: Init
     mesh: Mapping[str, Placement | Nested] = field(default_factory=dict)
-    """Axis of ``ProcessGroups`` -> Shard(logical dim); axes not named replicate."""
+    """Axis of ``ProcessGroups`` -> Shard(logical dim) or Replicate(); axes of the grid that are not named replicate."""
     grad: Mapping[str, Placement] = field(default_factory=dict)
     """Axis -> Partial() where each rank's gradient is a partial sum: the ranks of the axis that hold the same elements
     add theirs up."""
@@ -101,47 +110,51 @@ class ParameterSpec:
     stored: tuple[int, ...] = ()
     """Logical shape with padding; equal to ``shape`` without any. Of a part: its lengths."""
     part: Part | None = None
-    """Which rectangle of the global tensor it is, where it is not the whole one."""
+    """Which part of the global tensor it is, where siblings hold the rest."""
     tied_to: str | None = None
     """Global name of the parameter of which this one is a copy on another pipeline stage."""
 
     @property
     def numel(self) -> int:
         """True elements, over all ranks."""
-        return math.prod(self.shape if self.part is None else self.part.lengths)
+        return math.prod(self.shape if self.part is None else self.part.rectangle.lengths)
 
-
-class Chunk(NamedTuple):
-    """A rectangle of the logical global tensor. Empty (a length of 0) where a shard is all padding."""
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    @property
+    def is_expert(self) -> bool:
+        """Whether it lies on the expert grid, which is so as soon as its mesh names an axis of that."""
+        return any(axis in EXPERT_AXES for axis in self.mesh)
 
 
 def parameter(
     shape: tuple[int, ...] | Part,
     *,
     init: Init,
-    tp: Placement | Nested | None = None,
+    groups: ProcessGroups | None = None,
+    mesh: Mapping[str, Placement | Nested] | None = None,
     partial: tuple[str, ...] = (),
     ndim: int | None = None,
     stored: tuple[int, ...] | None = None,
-    groups: ProcessGroups | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Parameter:
     """This rank's shard of a parameter, zero until ``initialize_parameters`` (constants are set at once).
 
-    ``shape`` is the logical global shape (or a ``Part`` of one), ``tp`` its placement over the tensor-parallel axis,
-    ``partial`` the axes over which gradients are partial sums, ``ndim`` the dims of the result, ``stored`` the shape
-    with padding. It stands on torch's default device, which ``with torch.device(...)`` sets.
+    ``shape`` is the logical global shape (or a ``Part`` of one), ``mesh`` its placement over rank axes (``{"tp":
+    Shard(0)}``, ``{"ep": Shard(0), "etp": Shard(2)}``), ``partial`` the axes over which gradients are partial sums,
+    ``ndim`` the dims of the result, ``stored`` the shape with padding. It stands on torch's default device, which
+    ``with torch.device(...)`` sets.
     """
     part, whole = (shape, shape.shape) if isinstance(shape, Part) else (None, shape)
     if stored is None:
-        stored = whole if part is None else part.lengths
-    mesh: dict[str, Placement | Nested] = {} if tp is None or isinstance(tp, Replicate) else {"tp": tp}
+        stored = whole if part is None else part.rectangle.lengths
+    placed = dict(mesh or {})
+    unknown = placed.keys() - set(DENSE_AXES) - set(EXPERT_AXES)
+    if unknown or (placed.keys() & set(DENSE_AXES) and placed.keys() & set(EXPERT_AXES)):
+        raise ValueError(f"a mesh names axes of {DENSE_AXES} or of {EXPERT_AXES}, not {sorted(placed)}")
+    if placed and groups is None:
+        raise ValueError("a parameter that is split over ranks is created with their groups")
     grad = dict.fromkeys(partial, Partial())
-    spec = ParameterSpec(whole, init, mesh, grad, len(whole) if ndim is None else ndim, stored, part)
-    _, lengths = stored_rectangle(spec, groups or SINGLE_PROCESS)
+    spec = ParameterSpec(whole, init, placed, grad, len(whole) if ndim is None else ndim, stored, part)
+    lengths = stored_rectangle(spec, groups or SINGLE_PROCESS).lengths
     folded = len(lengths) - spec.ndim + 1
     local = torch.zeros((math.prod(lengths[:folded]), *lengths[folded:]), dtype=dtype)
     if isinstance(init, Ones):
@@ -149,6 +162,12 @@ def parameter(
     result = nn.Parameter(local)
     result.spec = spec  # type: ignore[attr-defined]
     return result
+
+
+def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> DataParallelGroups:
+    """The ranks that hold the same parameter, share out its state and together hold one copy of it; None stands for a
+    parameter without a spec, a replicated dense one."""
+    return groups.expert if spec is not None and spec.is_expert else groups.dense
 
 
 def _splits(placement: Placement | Nested, group: Group) -> Iterator[tuple[int, int, int]]:
@@ -165,10 +184,10 @@ def _splits(placement: Placement | Nested, group: Group) -> Iterator[tuple[int, 
                 yield term.dim, size, rank
 
 
-def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[int], list[int]]:
-    """Offsets and lengths of this rank's shard, padding included, in the logical stored tensor."""
+def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
+    """This rank's shard, padding included, of the logical stored tensor."""
     lengths = list(spec.stored)
-    offsets = [0] * len(lengths) if spec.part is None else list(spec.part.offsets)
+    offsets = [0] * len(lengths) if spec.part is None else list(spec.part.rectangle.offsets)
     for axis, placement in spec.mesh.items():
         for dim, pieces, index in _splits(placement, getattr(groups, axis)):
             if lengths[dim] % pieces:
@@ -178,7 +197,7 @@ def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> tuple[list[i
                 )
             lengths[dim] //= pieces
             offsets[dim] += index * lengths[dim]
-    return offsets, lengths
+    return Rectangle(tuple(offsets), tuple(lengths))
 
 
 def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, int]:
@@ -190,14 +209,16 @@ def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, i
     return index, count
 
 
-def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups, axes: tuple[str, ...] = ("tp",)) -> bool:
-    """Whether this rank contributes its shard to a sum over ``axes`` that is to see every element once.
+def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
+    """Whether this rank contributes its shard to a sum over ``DataParallelGroups.model`` that is to see every element
+    once.
 
     Of ranks that hold the same elements the first one does. None stands for a parameter without a spec, a replicated
     one; copies of tied parameters never count.
     """
     if spec is None:
-        return all(getattr(groups, axis).rank == 0 for axis in axes)
+        return all(getattr(groups, axis).rank == 0 for axis in DENSE_AXES)
+    axes = EXPERT_AXES if spec.is_expert else DENSE_AXES
     return spec.tied_to is None and all(_is_first_holder(spec, axis, getattr(groups, axis)) for axis in axes)
 
 
@@ -220,23 +241,16 @@ def global_name(name: str, spec: ParameterSpec | None) -> str:
     return spec.tied_to or name
 
 
-def local_chunk(spec: ParameterSpec, groups: ProcessGroups) -> Chunk:
-    """The rectangle of the true global tensor that this rank holds (the leading part of its shard along padded
-    dims)."""
-    offsets, lengths = stored_rectangle(spec, groups)
-    lengths = [max(0, min(length, total - offset)) for offset, length, total in zip(offsets, lengths, spec.shape)]
-    offsets = [min(offset, total) for offset, total in zip(offsets, spec.shape)]
-    return Chunk(tuple(offsets), tuple(lengths))
+def local_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
+    """What this rank holds of the true global tensor (the leading part of its shard along padded dims)."""
+    return stored_rectangle(spec, groups).within(spec.shape)
 
 
 def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Tensor:
-    """The part of a local tensor (parameter, gradient or moment) that ``local_chunk`` describes, in its logical
+    """The part of a local tensor (parameter, gradient or moment) that ``local_rectangle`` describes, in its logical
     shape."""
-    _, stored = stored_rectangle(spec, groups)
-    view = param.detach().view(stored)
-    for dim, length in enumerate(local_chunk(spec, groups).lengths):
-        view = view.narrow(dim, 0, length)
-    return view
+    stored = stored_rectangle(spec, groups)
+    return Rectangle.whole(stored.within(spec.shape).lengths).of(param.detach().view(stored.lengths))
 
 
 def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
@@ -244,6 +258,13 @@ def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Parameter
     ``parameter()``."""
     for name, param in model.named_parameters():
         yield name, param, spec_of(name, param)
+
+
+def spec_or_replicated(param: Tensor) -> ParameterSpec:
+    """The spec attached by ``parameter()``; a user's own parameter without one is whole on every rank."""
+    spec = getattr(param, "spec", None)
+    shape = tuple(param.shape)
+    return ParameterSpec(shape, Zeros(), ndim=len(shape), stored=shape) if spec is None else spec
 
 
 def spec_of(name: str, param: Tensor) -> ParameterSpec:
@@ -288,7 +309,7 @@ def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroup
         raise UserError(
             f"parameter {name}: tensor_model_parallel with partition_dim {dim} and partition_stride {stride} does not "
             f"say which part of a tensor each rank holds; give a dim from 0 to {param.ndim - 1} and the stride 1, or "
-            "create it with megatron.core.sharding.placement.parameter(..., tp=Shard(dim))"
+            "create it with megatron.core.sharding.placement.parameter(..., mesh={{\"tp\": Shard(dim)}})"
         )
     shape = tuple(size * groups.tp.size if each == dim else size for each, size in enumerate(param.shape))
     return ParameterSpec(shape, AsBuilt(), {"tp": Shard(dim)}, partial, param.ndim, shape)
@@ -319,7 +340,7 @@ def unique_parameter_count(model: nn.Module) -> int:
 
 
 @torch.no_grad()
-def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups | None = None) -> None:
+def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups) -> None:
     """Set every parameter to its slice of the global initial tensor, a function of (seed, global name, element index).
 
     Parameters without a spec (modules of users' own) keep the values that their constructors gave them.
@@ -327,19 +348,19 @@ def initialize_parameters(model: nn.Module, seed: int, groups: ProcessGroups | N
     for name, param in model.named_parameters():
         spec: ParameterSpec | None = getattr(param, "spec", None)
         if spec is not None:
-            fill_parameter(param, spec, global_name(name, spec), seed, groups or SINGLE_PROCESS)
+            fill_parameter(param, spec, global_name(name, spec), seed, groups)
 
 
 def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, groups: ProcessGroups) -> None:
     """Write initial values into the local shard; padding stays zero."""
-    chunk = local_chunk(spec, groups)
-    if 0 in chunk.lengths or isinstance(spec.init, AsBuilt):
+    held = local_rectangle(spec, groups)
+    if not held.numel or isinstance(spec.init, AsBuilt):
         return
     target = local_view(param, spec, groups)
     if isinstance(spec.init, Zeros | Ones):
         target.fill_(float(isinstance(spec.init, Ones)))
         return
-    starts, length = _contiguous_runs(spec.shape, chunk)
+    starts, length = _contiguous_runs(spec.shape, held)
     values = torch.empty((len(starts), length), dtype=_draw_dtype(param), device=param.device)
     distribution = "normal" if isinstance(spec.init, Normal) else "uniform"
     philox.fill_runs_(values, philox.key(seed, "init", name), starts.to(param.device), distribution)
@@ -348,7 +369,7 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
     else:
         bound = math.sqrt(6.0 / (math.prod(spec.shape[:-1]) + spec.shape[-1]))
         values.mul_(2 * bound).sub_(bound)
-    target.copy_(values.view(chunk.lengths))
+    target.copy_(values.view(held.lengths))
 
 
 def _draw_dtype(param: Tensor) -> torch.dtype:
@@ -356,15 +377,15 @@ def _draw_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
-def _contiguous_runs(shape: tuple[int, ...], chunk: Chunk) -> tuple[Tensor, int]:
+def _contiguous_runs(shape: tuple[int, ...], held: Rectangle) -> tuple[Tensor, int]:
     """Start indices (int64) and common length of the stretches of a rectangle that are contiguous in the global
     tensor."""
     inner = len(shape) - 1
-    while inner > 0 and chunk.lengths[inner] == shape[inner]:
+    while inner > 0 and held.lengths[inner] == shape[inner]:
         inner -= 1
-    length = math.prod(chunk.lengths[inner:])
+    length = math.prod(held.lengths[inner:])
     starts = torch.zeros(1, dtype=torch.int64)
     for dim in range(inner):
-        along = torch.arange(chunk.offsets[dim], chunk.offsets[dim] + chunk.lengths[dim])
+        along = torch.arange(held.offsets[dim], held.offsets[dim] + held.lengths[dim])
         starts = (starts[:, None] + along * math.prod(shape[dim + 1 :])).flatten()
-    return starts + chunk.offsets[inner] * math.prod(shape[inner + 1 :]), length
+    return starts + held.offsets[inner] * math.prod(shape[inner + 1 :]), length

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.sharding.flat_pieces import flat_pieces, local_stretch, spec_or_replicated
-from megatron.core.sharding.placement import ParameterSpec, global_name, local_chunk, local_view
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.flat_pieces import flat_pieces, local_stretch
+from megatron.core.sharding.placement import ParameterSpec, global_name, spec_or_replicated
+from megatron.core.sharding.rectangles import Rectangle
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -33,6 +34,11 @@ class ShardedTensor:
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
+    @property
+    def rectangle(self) -> Rectangle:
+        """What of the global tensor it is."""
+        return Rectangle(self.offsets, tuple(self.local.shape))
+
     def __post_init__(self) -> None:
         inside = len(self.offsets) == len(self.global_shape) == self.local.ndim and all(
             offset >= 0 and offset + length <= total
@@ -52,16 +58,8 @@ def replicated(name: str, tensor: Tensor) -> ShardedTensor:
     return ShardedTensor(name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def from_spec(name: str, tensor: Tensor, spec: ParameterSpec | None, groups: ProcessGroups) -> ShardedTensor:
-    """The chunk of a parameter, or of a gradient or moment of its shape; without a spec it is replicated."""
-    if spec is None:
-        return replicated(name, tensor)
-    view = local_view(tensor, spec, groups)
-    return ShardedTensor(name, view, tuple(spec.shape), tuple(local_chunk(spec, groups).offsets))
-
-
 def module_tensors(
-    module: nn.Module, *, prefix: str = "", groups: ProcessGroups = SINGLE_PROCESS, rounded: bool = False
+    module: nn.Module, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
 ) -> dict[str, ShardedTensor]:
     """Parameters, by placement, and persistent buffers (replicated) of ``module`` under ``prefix`` + global name.
 
@@ -71,36 +69,37 @@ def module_tensors(
     """
     tensors: dict[str, ShardedTensor] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
-            continue
-        local, start, stop = local_stretch(value)
-        if rounded:
-            local = local.to(getattr(value, "compute_dtype", local.dtype))
-        tensors |= stretch_tensors(name, local, value, (start, stop), prefix=prefix, groups=groups)
+        if isinstance(value, Tensor):
+            tensors |= stored_tensors(name, value, groups=groups, prefix=prefix, rounded=rounded)
     return tensors
 
 
+def stored_tensors(
+    name: str, parameter: Tensor, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
+) -> dict[str, ShardedTensor]:
+    """What this rank stores of a parameter (or buffer): one rectangle, or of rows that ``fully_shard`` cut several."""
+    local, *stretch = local_stretch(parameter)
+    if rounded:
+        local = local.to(getattr(parameter, "compute_dtype", local.dtype))
+    return stretch_tensors(name, local, parameter, (stretch[0], stretch[1]), prefix=prefix, groups=groups)
+
+
 def stretch_tensors(
-    name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, prefix: str = "",
-    groups: ProcessGroups = SINGLE_PROCESS,
+    name: str, flat: Tensor, parameter: Tensor, stretch: tuple[int, int], *, groups: ProcessGroups, prefix: str = ""
 ) -> dict[str, ShardedTensor]:  # fmt: skip
     """Rectangles of a stretch (begin, end) of the local memory of the parameter called ``name``.
 
     ``flat`` holds the stretch: weights, gradients or moments, in any shape.
     """
-    spec = getattr(parameter, "spec", None)
-    whole = prefix + global_name(name, spec)
-    pieces = flat_pieces(spec_or_replicated(parameter), groups, *stretch)
-    shape = tuple(spec_or_replicated(parameter).shape)
+    spec = spec_or_replicated(parameter)
+    whole, key, shape = prefix + global_name(name, spec), prefix + _key(name, spec), tuple(spec.shape)
     is_one = stretch == (0, parameter.numel())
     return {
-        prefix + _key(name, spec) + ("" if is_one else f"@{index}"): ShardedTensor(
-            whole, piece.view(flat), shape, piece.chunk.offsets
-        )
-        for index, piece in enumerate(pieces)
+        key if is_one else f"{key}@{index}": ShardedTensor(whole, local, shape, rectangle.offsets)
+        for index, (rectangle, local) in enumerate(flat_pieces(spec, groups, stretch, flat))
     }
 
 
-def _key(name: str, spec: ParameterSpec | None) -> str:
+def _key(name: str, spec: ParameterSpec) -> str:
     """The global name, but each part of a tensor has its own."""
-    return name if spec is not None and spec.part is not None else global_name(name, spec)
+    return global_name(name, spec) if spec.part is None else name

@@ -39,7 +39,7 @@ def vocab_parallel_cross_entropy(
     *,
     vocab_size: int | None = None,
     divisible_by: int = 128,
-    group: Group | None = None,
+    group: Group = SINGLE_PROCESS.tp,
     reuse_logits: bool = False,
 ) -> Tensor:
     """Loss of every token in fp32 (fp64 for fp64 logits), of the shape of ``target``.
@@ -51,7 +51,6 @@ def vocab_parallel_cross_entropy(
     ValueError for logits of another width than this rank's slice, and for reusing a leaf, which is somebody's parameter
     or input; IndexError for targets outside of the vocabulary (on CPU; a device assertion on GPUs).
     """
-    group = group or SINGLE_PROCESS.tp
     local_size = vocab_parallel_logits.shape[-1]
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(

@@ -16,15 +16,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.embedding_gradient import AddRows
-from megatron.core.tensor_parallel.linear import Hidden, LinearTraits, arrival_gradient, as_seen, fused_gradient
+from megatron.core.tensor_parallel.linear import (
+    FusedGradParam,
+    LinearTraits,
+    autograd_proxy,
+    fused_gradient,
+    ready_gradient,
+)
 
 
 def look_up(weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows) -> Tensor:
     """Vectors [..., h] of int64 ``ids`` [...]; zeros, and no gradient, where bool ``absent`` [...] is set."""
-    _, arrival = as_seen(weight, None, traits)
-    if arrival is None:
+    _, ready = autograd_proxy(weight, None, traits)
+    if ready is None:
         return _vectors(weight, ids, absent)
-    return _LookUp.apply(arrival, Hidden(weight), ids, absent, traits, add_rows)
+    return _LookUp.apply(ready, FusedGradParam(weight), ids, absent, traits, add_rows)
 
 
 def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
@@ -36,7 +42,7 @@ def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, arrival: Tensor, weight: Hidden, ids: Tensor, absent: Tensor | None, traits: LinearTraits,
+        ctx: Any, ready: Tensor, weight: FusedGradParam, ids: Tensor, absent: Tensor | None, traits: LinearTraits,
         add_rows: AddRows,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(ids if absent is None else ids.masked_fill(absent, -1))
@@ -49,4 +55,4 @@ class _LookUp(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         main_grad = fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)
-        return arrival_gradient(grad), None, None, None, None, None
+        return ready_gradient(grad), None, None, None, None, None

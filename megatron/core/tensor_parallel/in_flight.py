@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
-from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
+from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
 
-Start = Callable[[Tensor, Group], UnderWay]
+Start = Callable[[Tensor, Group], AsyncHandle]
 
 
 class InFlight:
@@ -28,7 +29,7 @@ class InFlight:
 
     def __init__(self, x: Tensor, group: Group, forward: Start, backward: Start) -> None:
         self.group, self.forward, self.backward = group, forward, backward
-        self.under_way: UnderWay | None = None
+        self.under_way: AsyncHandle | None = None
         self._started: Tensor | None = _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
@@ -37,7 +38,7 @@ class InFlight:
         started, self._started = self._started, None
         return _End.apply(started, self)
 
-    def take(self) -> UnderWay:
+    def take(self) -> AsyncHandle:
         """What is under way, which is then forgotten here."""
         under_way, self.under_way = self.under_way, None
         assert under_way is not None, "waited for twice"
@@ -53,14 +54,14 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.flight.take().finish(), None
+        return ctx.flight.take().wait(), None
 
 
 class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, started: Tensor, flight: InFlight) -> Tensor:
         ctx.flight = flight
-        return flight.take().finish()
+        return flight.take().wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

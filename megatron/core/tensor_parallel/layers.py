@@ -28,8 +28,9 @@ from megatron.core.config.notices import notice
 from megatron.core.extensions.apex import ApexWeightGradient
 from megatron.core.fusions.column_sum import choose_column_sum
 from megatron.core.fusions.embedding_gradient import choose_add_rows
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
+from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.in_flight import InFlight, start_all_gather, start_reduce_scatter
@@ -79,10 +80,6 @@ def _traits(config: ModelParallelConfig, groups: ProcessGroups, **chosen: bool) 
     )  # fmt: skip
 
 
-def _sequence_parallel(config: ModelParallelConfig, groups: ProcessGroups) -> bool:
-    return config.sequence_parallel and groups.tp.size > 1
-
-
 class ColumnParallelLinear(nn.Module):
     """``Y = X A^T + b``, A split along its output dim. Returns (Y, None), or (Y without b, b) with ``skip_bias_add``.
 
@@ -104,10 +101,9 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         skip_bias_add: bool = False,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
         placed = {"groups": groups, "dtype": config.params_dtype}
         make = _shared_rows if size.is_shared_over(groups.tp.size) else _split_rows
@@ -119,7 +115,7 @@ class ColumnParallelLinear(nn.Module):
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         if self.shared_weight is not None and (gather_output or skip_bias_add):
             raise ValueError("rows that several ranks hold exclude gather_output and skip_bias_add")
-        gathers = _sequence_parallel(config, groups)
+        gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(config, groups, gather_input=gathers, reduce_input_gradient=not gathers)
         self._bare_traits = _traits(config, groups)
         self._multiply, self._multiply_gathered = self._whole, self._whole_of_gathered
@@ -166,7 +162,7 @@ def _split_rows(
     size: StackedSize, rest: tuple[int, ...], name: str, **placed: Any
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
     """One parameter, of which every rank holds its own rows."""
-    return parameter((*size.shape, *rest), tp=Shard(size.split_dim), ndim=1 + len(rest), **placed), None
+    return parameter((*size.shape, *rest), mesh={"tp": Shard(size.split_dim)}, ndim=1 + len(rest), **placed), None
 
 
 def _shared_rows(
@@ -184,12 +180,13 @@ def _shared_rows(
         )
     ranks_per_block, own = groups.tp.size // blocks, rows - size.shared
     shape, none = (*size.shape, *rest), (0,) * len(rest)
-    own_part = Part(shape, name, (0, 0, *none), (blocks, own, *rest))
-    shared_part = Part(shape, name, (0, own, *none), (blocks, size.shared, *rest))
+    split, copied = Nested(Shard(0), Shard(1), ranks_per_block), Nested(Shard(0), Replicate(), ranks_per_block)
+    own_part = Part(shape, name, Rectangle((0, 0, *none), (blocks, own, *rest)))
+    shared_part = Part(shape, name, Rectangle((0, own, *none), (blocks, size.shared, *rest)))
     common = {"ndim": 1 + len(rest), "groups": groups, **placed}
     return (
-        parameter(own_part, tp=Nested(Shard(0), Shard(1), ranks_per_block), **common),
-        parameter(shared_part, tp=Nested(Shard(0), Replicate(), ranks_per_block), partial=("tp",), **common),
+        parameter(own_part, mesh={"tp": split}, **common),
+        parameter(shared_part, mesh={"tp": copied}, partial=("tp",), **common),
     )
 
 
@@ -212,13 +209,12 @@ class RowParallelLinear(nn.Module):
         bias: bool = True,
         input_is_parallel: bool = True,
         skip_bias_add: bool = False,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
-        sequence_parallel = _sequence_parallel(config, groups)
+        sequence_parallel = groups.stream(config.sequence_parallel).size > 1
         placed = {"groups": groups, "dtype": config.params_dtype}
-        self.weight = parameter((output_size, input_size), init=init_method, tp=Shard(1), **placed)
+        self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **placed)
         # under sequence parallelism each rank adds the bias to its own positions only
         partial = ("tp",) if sequence_parallel else ()
         self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
@@ -267,17 +263,16 @@ class VocabParallelEmbedding(nn.Module):
         init_method: Init,
         config: ModelParallelConfig,
         divisible_by: int = 128,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         stored = stored_vocab_size(num_embeddings, divisible_by, groups.tp)
         if stored > num_embeddings:
             words = " > padded vocab (size: %d) with %d dummy tokens (new size: %d)"
             notice(logger, words, num_embeddings, stored - num_embeddings, stored)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, groups.tp
         self.weight = parameter(
-            (num_embeddings, embedding_dim), init=init_method, tp=Shard(0), stored=(stored, embedding_dim),
+            (num_embeddings, embedding_dim), init=init_method, mesh={"tp": Shard(0)}, stored=(stored, embedding_dim),
             groups=groups, dtype=config.params_dtype,
         )  # fmt: skip
         self.num_local = num_true_entries(num_embeddings, stored // self.group.size, self.group)
@@ -330,21 +325,20 @@ class VocabParallelOutput(nn.Module):
         divisible_by: int = 128,
         weight_is_shared: bool = False,
         tied_to: str | None = None,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         stored = stored_vocab_size(vocab_size, divisible_by, groups.tp)
         self.vocab_size, self.group = vocab_size, groups.tp
         self.num_local = num_true_entries(vocab_size, stored // self.group.size, self.group)
         self.weight = None
         if not weight_is_shared:
             self.weight = parameter(
-                (vocab_size, hidden_size), init=init_method, tp=Shard(0), stored=(stored, hidden_size), groups=groups,
-                dtype=config.params_dtype,
+                (vocab_size, hidden_size), init=init_method, mesh={"tp": Shard(0)}, stored=(stored, hidden_size),
+                groups=groups, dtype=config.params_dtype,
             )  # fmt: skip
             self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
-        gathers = _sequence_parallel(config, groups)
+        gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(
             config, groups, gather_input=gathers, reduce_input_gradient=not gathers,
             weight_has_other_uses=weight_is_shared,

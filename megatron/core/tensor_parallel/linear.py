@@ -8,9 +8,9 @@ them again behind the product dX, whose reduce-scatter runs behind dW (Korthikan
 
 *Weight gradient*: a parameter with ``main_grad`` (see ``core/distributed``) gets dW added to that, in its dtype, by the
 product itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. Autograd then sees a leaf of
-no dimension in the weight's place, ``parameter.arrival``, whose hooks run once all products of a backward pass have
-added theirs. A weight that is used elsewhere too must say so (``weight_has_other_uses``): then the other use announces
-the gradient. Biases likewise.
+no dimension in the weight's place, the token ``parameter.grad_ready``, whose hooks run once all products of a backward
+pass have added theirs. A weight that is used elsewhere too must say so (``weight_has_other_uses``): then the other use
+announces the gradient. Biases likewise.
 
 *Deferred weight gradient*: with a ``WeightGradientStore`` backward computes dX alone and hands dW over as a closure.
 Autograd then does not see the weight at all: it would run the weight's hooks, which announce a complete gradient, even
@@ -25,14 +25,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain
-from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.tensor_parallel.collectives import UnderWay, begin_all_gather, begin_reduce_scatter
+from megatron.core.groups.async_handle import AsyncHandle, Finished
+from megatron.core.groups.process_groups import Group
+from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_reduce, begin_reduce_scatter
 
 
 class WeightGradientStore:
@@ -74,7 +74,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 class LinearTraits(NamedTuple):
     """What a layer chose once."""
 
-    group: Group = SINGLE_PROCESS.tp
+    group: Group
     gather_input: bool = False
     """X holds this rank's positions (first dim) of what the product takes."""
     reduce_input_gradient: bool = False
@@ -88,8 +88,8 @@ class LinearTraits(NamedTuple):
     """How dW is added to ``main_grad``."""
 
 
-class Hidden(NamedTuple):
-    """A parameter that autograd does not see."""
+class FusedGradParam(NamedTuple):
+    """A parameter whose gradient products add to ``main_grad``; being no tensor, it is hidden from autograd."""
 
     tensor: Tensor
 
@@ -98,11 +98,11 @@ def parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, traits: LinearTraits, store: WeightGradientStore | None = None
 ) -> Tensor:
     """``x`` [..., i] times ``weight`` [o, i] plus ``bias`` [o]."""
-    seen_bias, bias_arrival = (None, None) if bias is None else as_seen(bias, x, traits)
+    seen_bias, bias_ready = (None, None) if bias is None else autograd_proxy(bias, x, traits)
     if is_deferred(x, weight, traits, store):
-        return _ParallelLinear.apply(x, Hidden(weight), seen_bias, traits, store, None, bias_arrival)
-    seen, arrival = as_seen(weight, x, traits)
-    return _ParallelLinear.apply(x, seen, seen_bias, traits, None, arrival, bias_arrival)
+        return _ParallelLinear.apply(x, FusedGradParam(weight), seen_bias, traits, store, None, bias_ready)
+    seen, ready = autograd_proxy(weight, x, traits)
+    return _ParallelLinear.apply(x, seen, seen_bias, traits, None, ready, bias_ready)
 
 
 def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> bool:
@@ -110,24 +110,25 @@ def is_deferred(x: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGr
     return store is not None and not traits.weight_has_other_uses and x.requires_grad and weight.requires_grad
 
 
-def unhidden(parameter: Any) -> Any:
+def parameter_of(parameter: Any) -> Any:
     """The parameter itself."""
-    return parameter.tensor if isinstance(parameter, Hidden) else parameter
+    return parameter.tensor if isinstance(parameter, FusedGradParam) else parameter
 
 
 class _ParallelLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Any, bias: Any, traits: LinearTraits,
-        store: WeightGradientStore | None, arrival: Tensor | None, bias_arrival: Tensor | None,
+        store: WeightGradientStore | None, ready: Tensor | None, bias_ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_weight, ctx.adds_bias = isinstance(weight, Hidden), isinstance(bias, Hidden)
-        weight, bias = unhidden(weight), unhidden(bias)
+        ctx.adds_weight, ctx.adds_bias = isinstance(weight, FusedGradParam), isinstance(bias, FusedGradParam)
+        weight, bias = parameter_of(weight), parameter_of(bias)
         ctx.save_for_backward(x, weight)
         ctx.traits, ctx.store = traits, store
-        # recomputation gives back saved tensors as mere copies; of the bias only where its gradient goes matters
+        # recomputation gives back saved tensors as mere copies, which have no main_grad: the parameters themselves say
+        # where their gradients go
         ctx.weight, ctx.bias = weight, bias
-        return F.linear(begin_all_gather(x, traits.group).finish() if traits.gather_input else x, weight, bias)
+        return F.linear(begin_all_gather(x, traits.group).wait() if traits.gather_input else x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -136,41 +137,34 @@ class _ParallelLinear(torch.autograd.Function):
         traits, store, needs = ctx.traits, ctx.store, ctx.needs_input_grad
         needs_weight, needs_bias = needs[1] or ctx.adds_weight, needs[2] or ctx.adds_bias
         grad_weight = None
-        gathering: UnderWay | None = None
-        finish_grad_x: Callable[[], Tensor | None] = _nothing
+        gathering: AsyncHandle = Finished(x)
+        summing: AsyncHandle = Finished(None)
+        # Order on the stream: gather of x | dX beside it | sum of dX | dW beside that. Each collective runs beside the
+        # one GEMM that does not need it; dW before dX would leave both of them with nothing to hide behind.
         if traits.gather_input and needs_weight and store is None:
             gathering = begin_all_gather(x, traits.group)
         if needs[0]:
-            finish_grad_x = start_sum_of_input_gradient(grad.matmul(weight), traits)
+            summing = start_sum_of_input_gradient(grad.matmul(weight), traits)
         if store is not None:
+            # not ctx: the closure outlives this pass, and ctx holds the graph and with it every activation
             parameter = ctx.weight
             store.put(lambda: _complete(parameter, grad, x, traits))
         elif needs_weight:
-            whole_x = x if gathering is None else gathering.finish()
-            grad_weight = _weight_gradient(ctx.weight, grad, whole_x, traits)
+            grad_weight = _weight_gradient(ctx.weight, grad, gathering.wait(), traits)
         grad_bias = _bias_gradient(ctx.bias, grad, traits) if needs_bias else None
-        grad_x = finish_grad_x()
-        arrivals = (arrival_gradient(grad) if needed else None for needed in needs[5:7])
-        return grad_x, grad_weight, grad_bias, None, None, *arrivals
+        grad_x = summing.wait()
+        # the tokens' gradients come last: their hooks start the sum of a bucket, which must hold dW and db by then
+        ready_grads = (ready_gradient(grad) if needed else None for needed in needs[5:7])
+        return grad_x, grad_weight, grad_bias, None, None, *ready_grads
 
 
-def _nothing() -> None:
-    """The gradient of an input that needs none."""
-
-
-def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> Callable[[], Tensor]:
-    """Starts the sum of all ranks' shares of dX (for this rank's positions); returns what finishes it."""
+def start_sum_of_input_gradient(grad_x: Tensor, traits: LinearTraits) -> AsyncHandle:
+    """Starts the sum of all ranks' shares of dX; what it waits for is dX (of this rank's positions)."""
     if traits.gather_input:
-        return begin_reduce_scatter(grad_x, traits.group).finish
+        return begin_reduce_scatter(grad_x, traits.group)
     if not traits.reduce_input_gradient or traits.group.size == 1:
-        return lambda: grad_x
-    work = dist.all_reduce(grad_x, group=traits.group.handle, async_op=True)
-
-    def finish() -> Tensor:
-        work.wait()
-        return grad_x
-
-    return finish
+        return Finished(grad_x)
+    return begin_all_reduce(grad_x, traits.group)
 
 
 def _weight_gradient(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> Tensor | None:
@@ -195,20 +189,23 @@ def fused_gradient(parameter: Tensor, traits: LinearTraits) -> Tensor | None:
     return getattr(parameter, "main_grad", None) if traits.fuse_weight_gradient else None
 
 
-def as_seen(parameter: Tensor, x: Tensor | None, traits: LinearTraits) -> tuple[Tensor | Hidden, Tensor | None]:
-    """What autograd sees of a parameter: itself; or an arrival in its place; or nothing, where another use announces
-    the gradient and input ``x`` makes backward come by here. (A parameter that it sees has its hooks run even if it
-    gets no gradient.)"""
+def autograd_proxy(
+    parameter: Tensor, x: Tensor | None, traits: LinearTraits
+) -> tuple[Tensor | FusedGradParam, Tensor | None]:
+    """What autograd sees of a parameter: (itself, None); or (hidden, its token); or (hidden, None), where another use
+    announces the gradient and input ``x`` makes backward come by here."""
+    # A parameter that autograd sees has its hooks run even if it gets no gradient: the bucket would count it as ready
+    # before dW is in it, or twice. The token gets a gradient exactly when all uses in the graph have added theirs.
     if not parameter.requires_grad or fused_gradient(parameter, traits) is None:
         return parameter, None
-    arrival = None if traits.weight_has_other_uses else getattr(parameter, "arrival", None)
-    if arrival is None and (x is None or not x.requires_grad):
+    ready = None if traits.weight_has_other_uses else getattr(parameter, "grad_ready", None)
+    if ready is None and (x is None or not x.requires_grad):
         return parameter, None
-    return Hidden(parameter), arrival
+    return FusedGradParam(parameter), ready
 
 
-def arrival_gradient(like: Tensor) -> Tensor:
-    """Makes the hooks of an arrival run; without meaning otherwise."""
+def ready_gradient(like: Tensor) -> Tensor:
+    """The gradient of a token: makes its hooks run; its value is never read."""
     return torch.empty((), dtype=torch.float32, device=like.device)
 
 
@@ -218,12 +215,12 @@ def complete_later(weight: Tensor, grad: Tensor | None) -> None:
     and runs the hooks."""
     if grad is not None:
         weight.backward(grad)
-    elif (arrival := getattr(weight, "arrival", None)) is not None:
-        arrival.backward(arrival_gradient(arrival))
+    elif (ready := getattr(weight, "grad_ready", None)) is not None:
+        ready.backward(ready_gradient(ready))
 
 
 @torch.no_grad()
 def _complete(weight: Tensor, grad: Tensor, x: Tensor, traits: LinearTraits) -> None:
     """The deferred part of a backward pass."""
-    whole_x = begin_all_gather(x, traits.group).finish() if traits.gather_input else x
+    whole_x = begin_all_gather(x, traits.group).wait() if traits.gather_input else x
     complete_later(weight, _weight_gradient(weight, grad, whole_x, traits))

@@ -17,7 +17,7 @@ Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,18 +26,19 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
+from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
 from megatron.core.tensor_parallel.linear import (
-    Hidden,
+    FusedGradParam,
     LinearTraits,
     WeightGradientStore,
-    arrival_gradient,
-    as_seen,
+    autograd_proxy,
     complete_later,
     fused_gradient,
     is_deferred,
+    parameter_of,
+    ready_gradient,
     start_sum_of_input_gradient,
-    unhidden,
 )
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 
@@ -67,8 +68,8 @@ def linear_cross_entropy(
     labels = local_labels(target, len(weight), vocab_size, traits.group)
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
     deferred = is_deferred(x, weight, traits, store)
-    seen, arrival = (Hidden(weight), None) if deferred else as_seen(weight, x, traits)
-    losses = _LinearCrossEntropy.apply(x, seen, labels, traits, chunk, store if deferred else None, arrival)
+    seen, ready = (FusedGradParam(weight), None) if deferred else autograd_proxy(weight, x, traits)
+    losses = _LinearCrossEntropy.apply(x, seen, labels, traits, chunk, store if deferred else None, ready)
     return losses.view(target.shape)
 
 
@@ -82,10 +83,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: LinearTraits,
-        chunk_tokens: int, store: WeightGradientStore | None, arrival: Tensor | None,
+        chunk_tokens: int, store: WeightGradientStore | None, ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_weight = isinstance(weight, Hidden)
-        weight = unhidden(weight)
+        ctx.adds_weight = isinstance(weight, FusedGradParam)
+        weight = parameter_of(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
         x_th = _whole_input(x, traits)
         statistics = []
@@ -102,12 +103,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, label_t, maximum_t, total_t = ctx.saved_tensors
         traits, store = ctx.traits, ctx.store
-        needs_x, needs_arrival = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
+        needs_x, needs_ready = ctx.needs_input_grad[0], ctx.needs_input_grad[6]
         needs_weight = ctx.needs_input_grad[1] or ctx.adds_weight
         x_th = _whole_input(x, traits)
         grad_x = torch.empty_like(x_th) if needs_x else None
         total = _gradient_sum(ctx.weight, traits) if needs_weight else None
-        finish: Callable[[], Tensor] | None = None
+        summing: AsyncHandle | None = None
         grad_t = grad_loss.contiguous()
         for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens):
             softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
@@ -115,16 +116,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
                 if chunk.stop >= len(x_th):  # behind the last product of dW
-                    finish = start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
+                    summing = start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])
             del logits  # the memory of chunks is free before that of the weight's gradient is taken
         grad_weight = None
         if total is not None:
             grad_weight = _hand_over(total, ctx.weight, traits, store)
-        if finish is not None:
-            grad_x = finish()
-        return grad_x, grad_weight, None, None, None, None, arrival_gradient(grad_loss) if needs_arrival else None
+        if summing is not None:
+            grad_x = summing.wait()
+        return grad_x, grad_weight, None, None, None, None, ready_gradient(grad_loss) if needs_ready else None
 
 
 def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:

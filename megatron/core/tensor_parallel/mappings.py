@@ -52,11 +52,11 @@ def split_along_first_dim(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    return begin_all_gather(x, group).finish()
+    return begin_all_gather(x, group).wait()
 
 
 def reduce_scatter_along_first_dim(x: Tensor, group: Group) -> Tensor:
-    return begin_reduce_scatter(x, group).finish()
+    return begin_reduce_scatter(x, group).wait()
 
 
 class _Conjugate(torch.autograd.Function):

@@ -26,7 +26,7 @@ from megatron.core.fusions.split_rotary import (
     choose_split_heads,
     choose_split_rotary,
 )
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.in_flight import InFlight
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
@@ -58,10 +58,9 @@ class SelfAttention(nn.Module):
         layer_number: int = 1,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         *,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
         assert heads is not None and kv_groups is not None and channels is not None
         heads_per_group = heads // kv_groups

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.activations import activation_of, is_gated
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
@@ -42,11 +42,10 @@ class MLP(nn.Module):
         config: TransformerConfig,
         submodules: MLPSubmodules,
         *,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
         ffn_hidden_size: int | None = None,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         shared = {"config": config, "bias": config.add_bias_linear, "groups": groups}
         fc1_width = StackedSize((2, width), 1) if is_gated(config) else width

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Ones, Zeros, parameter
 
 
@@ -85,13 +85,12 @@ def make_norm(
     hidden_size: int,
     eps: float,
     *,
-    groups: ProcessGroups | None = None,
+    groups: ProcessGroups,
     partial: tuple[str, ...] | None = None,
 ) -> nn.Module:
     """The norm that ``config.normalization`` names. ``partial`` overrides the axes of partial gradients."""
-    groups = groups or SINGLE_PROCESS
     if partial is None:
-        partial = ("tp",) if config.sequence_parallel and groups.tp.size > 1 else ()
+        partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
     kinds: dict[str, type[StreamNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     return kinds[config.normalization](config, hidden_size, eps, groups, partial)
 

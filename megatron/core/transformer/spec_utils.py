@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 
 
@@ -48,12 +50,20 @@ class BranchSpec:
 
 
 def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a spec, or a class as it is. A spec's submodules go to the constructor as ``submodules``."""
+    """Instantiate a spec, or a class as it is. A spec's submodules go to the constructor as ``submodules``. A
+    layer of the library that is not given ``groups`` gets those of ``parallel_state``."""
     if not isinstance(spec, ModuleSpec):
-        return spec(*args, **kwargs)
+        spec = ModuleSpec(spec)
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
+    if "groups" not in kwargs and _needs_groups(spec.module):
+        kwargs["groups"] = parallel_state.get_process_groups()
     return spec.module(*args, **spec.params, **kwargs)
+
+
+def _needs_groups(module: Callable[..., Any]) -> bool:
+    declared = inspect.signature(module).parameters.get("groups")
+    return declared is not None and declared.default is inspect.Parameter.empty
 
 
 def import_module(module_path: str | Sequence[str]) -> Any:

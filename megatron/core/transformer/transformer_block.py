@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import branches_of_layers, parts_of
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.norm import make_norm
@@ -82,11 +82,11 @@ class TransformerBlock(nn.Module):
         *,
         branches: range | None = None,
         post_layer_norm: bool = True,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
         assert config.num_layers is not None
-        groups, specs = groups or SINGLE_PROCESS, layer_specs(spec, config.num_layers)
+        specs = layer_specs(spec, config.num_layers)
         names = branch_names(specs)
         branches = branches_of_layers(range(config.num_layers), names) if branches is None else branches
         self.layers = LayerList()
@@ -123,7 +123,7 @@ class TransformerBlock(nn.Module):
 
 def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
     """Whether halves of micro-batches alternate where they can."""
-    return config.tp_comm_overlap and config.sequence_parallel and groups.tp.size > 1
+    return config.tp_comm_overlap and groups.stream(config.sequence_parallel).size > 1
 
 
 def branch_names(specs: Sequence[ModuleSpec]) -> list[list[str]]:

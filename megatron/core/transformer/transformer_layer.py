@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.transformer.branch import Branch
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.overlap import Segments, drain
@@ -63,11 +63,10 @@ class TransformerLayer(nn.Module):
         submodules: TransformerLayerSubmodules | Sequence[BranchSpec],
         layer_number: int = 1,
         *,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
         branches: range | None = None,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)
         held = specs if branches is None else specs[branches.start : branches.stop]

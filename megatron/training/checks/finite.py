@@ -1,6 +1,6 @@
 """Stops a run at a loss or a gradient norm that is NaN or infinite, without the host waiting for the device.
 
-The device itself holds the update back, and every later one (:meth:`FiniteCheck.objection`). What the host needs for
+The device itself holds the update back, and every later one (:meth:`FiniteCheck.skip_update`). What the host needs for
 its message travels behind the iteration's work and is read one iteration later, or at once before anything is logged,
 evaluated or saved: the weights are then still those before the iteration in question.
 """
@@ -39,7 +39,7 @@ class FiniteCheck:
         self._held: Tensor | None = None
         self._waiting: deque[_Iteration] = deque()
 
-    def objection(self, losses: Mapping[str, Tensor]) -> Tensor | None:
+    def skip_update(self, losses: Mapping[str, Tensor]) -> Tensor | None:
         """A bool on the device: one of these loss sums is not finite, or an earlier iteration was held back.
 
         ``losses``: ``name -> [sum, count]`` over all ranks.

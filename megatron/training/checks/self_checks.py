@@ -20,7 +20,9 @@ from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed import check_replicas, unwrapped
 from megatron.core.extensions.cudnn import require_one_cudnn
 from megatron.core.groups.process_groups import ProcessGroups, RankGrid
-from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.core.sharding.placement import data_parallel_groups
+from megatron.core.sharding.rectangles import Rectangle, coverage_problem
+from megatron.core.sharding.sharded_tensor import stored_tensors
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.conditions import every
@@ -43,13 +45,12 @@ class ReplicasDiffer(UserError, ArithmeticError):
     """Copies of a weight or of optimizer state are not equal any more."""
 
 
-class Piece(NamedTuple):
-    """A rectangle of a parameter as one rank holds it."""
+class Holding(NamedTuple):
+    """That one rank holds a rectangle of a parameter."""
 
     name: str
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    rectangle: Rectangle
     stage: int
     """Chunk times pipeline ranks plus pipeline rank."""
     tied: bool
@@ -65,7 +66,7 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
     chunks = [unwrapped(chunk) for chunk in parts.model]
     everyone = all_gather_json(_pieces_of(chunks, groups), groups.world)
     pieces = [
-        Piece(name, tuple(shape), tuple(offsets), tuple(lengths), stage, tied)
+        Holding(name, tuple(shape), Rectangle(tuple(offsets), tuple(lengths)), stage, tied)
         for entries in everyone
         for name, shape, offsets, lengths, stage, tied in entries
     ]
@@ -82,26 +83,23 @@ def check_build(parts: Components, cfg: PretrainConfig) -> None:
 
 
 def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[Any]]:
-    """This rank's pieces; none where another data-parallel rank holds the same ones."""
-    sharded = any(isinstance(p, DTensor) for chunk in chunks for p in chunk.parameters())
-    if groups.dp_cp.rank and not sharded:
-        return []
+    """This rank's holdings, without those that an earlier data-parallel rank has too."""
     tied = {(s.tied_to or name) for chunk in chunks for name, p in chunk.named_parameters()
             if (s := getattr(p, "spec", None)) is not None and (s.tied_to or "embedding" in s.grad)}  # fmt: skip
     found = []
     for index, chunk in enumerate(chunks):
         stage = index * groups.pp.size + groups.pp.rank
-        parameters = {id(parameter) for parameter in chunk.parameters()}
-        buffers = {name for name, buffer in chunk.named_buffers() if id(buffer) not in parameters}
-        for each in module_tensors(chunk, groups=groups).values():
-            if each.name not in buffers:
-                place = [each.name, list(each.global_shape), list(each.offsets), list(each.local.shape)]
-                found.append([*place, stage, each.name in tied])
+        for name, parameter in chunk.named_parameters():
+            copies = data_parallel_groups(getattr(parameter, "spec", None), groups).reduce
+            if copies.is_first or isinstance(parameter, DTensor):
+                for each in stored_tensors(name, parameter, groups=groups).values():
+                    place = [each.name, list(each.global_shape), *map(list, each.rectangle)]
+                    found.append([*place, stage, each.name in tied])
     return found
 
 
 def problems_of(
-    pieces: Iterable[Piece],
+    pieces: Iterable[Holding],
     num_layers: int,
     num_parameters: int | None,
     model: ModelDescription | None = None,
@@ -109,7 +107,7 @@ def problems_of(
 ) -> Iterable[str]:
     """Parts that are missing or doubled. ``num_parameters``: of the whole model, ``model``: its parts; None: unknown.
     ``task``: the name of the class that knows them."""
-    by_name: dict[str, list[Piece]] = {}
+    by_name: dict[str, list[Holding]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
     layers = {int(match[1]) for name in by_name if (match := _LAYER.search(name))}
@@ -130,11 +128,10 @@ def problems_of(
         if len(shapes) > 1:
             yield f"{name} has the shape {' and '.join(map(str, sorted(shapes)))} on different ranks"
             continue
-        rectangles = {(piece.offsets, piece.lengths) for piece in own if 0 not in piece.lengths}
-        held, size = sum(math.prod(lengths) for _, lengths in rectangles), math.prod(own[0].shape)
-        total += held
-        if held != size:
-            yield f"{name}: the ranks hold {held:,} of its {size:,} elements"
+        rectangles = {piece.rectangle for piece in own}
+        total += sum(each.numel for each in rectangles)
+        if problem := coverage_problem(own[0].shape, rectangles):
+            yield f"{name}: the ranks {problem}"
     for stages, names in doubled.items():
         listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
         yield f"{listed} on stages {' and '.join(map(str, stages))}, though nothing ties them"
@@ -172,7 +169,7 @@ def _layers(indices: Sequence[int]) -> str:
 
 
 def describe_layout(
-    grid: RankGrid, pieces: Sequence[Piece], model: ModelDescription | None = None
+    grid: RankGrid, pieces: Sequence[Holding], model: ModelDescription | None = None
 ) -> Iterable[str]:  # fmt: skip
     """The rank grid, and what each pipeline stage holds."""
     sizes = " x ".join(f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items())
@@ -187,7 +184,7 @@ def describe_layout(
     for stage in sorted({piece.stage for piece in pieces}):
         own = {piece for piece in pieces if piece.stage == stage}
         ranks = sorted(ranks[stage % grid.pp] for ranks in grid.rank_lists("pp"))
-        held = sum(math.prod(piece.lengths) for piece in own)
+        held = sum(piece.rectangle.numel for piece in own)
         contents = _contents(own, stage, everywhere, branches)
         yield f"  stage {stage} (ranks {_span(ranks)}): {contents}; {held:,} parameters"
 
@@ -211,7 +208,7 @@ def _span(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def _contents(pieces: Iterable[Piece], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
+def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branches: Mapping[str, str]) -> str:
     """``everywhere``: names on all stages, ``branches``: what a parameter of a layer belongs to."""
     names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)

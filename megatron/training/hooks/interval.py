@@ -78,7 +78,7 @@ class Interval:
     def read(self) -> list[Step]:
         """The iterations collected so far, values read, without beginning another interval."""
         materialize(step.metrics for step in self.steps)
-        return [step for step in self.steps if not step.metrics.void]
+        return [step for step in self.steps if not step.metrics.invalid]
 
     def close(self, state: TrainState) -> IntervalSummary | None:
         """The summary of what was collected, None if that is nothing."""

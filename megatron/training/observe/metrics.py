@@ -57,7 +57,7 @@ class StepMetrics:
     weight_decay: float | None = None
     skipped: bool = False
     """The weights were not updated (overflow, or --iterations-to-skip)."""
-    void: Scalar = False
+    invalid: Scalar = False
     """A loss or gradient was not finite and the run stops here: no sink shows this iteration."""
     nan: bool = False
     """A loss is NaN. Set by :func:`materialize` too, so that the step itself need not read the loss."""

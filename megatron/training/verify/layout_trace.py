@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron.core.distributed.replicas import tensor_hash
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.rectangles import Rectangle, coverage_problem
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -94,12 +95,12 @@ def trace(
     gradients: list[ShardedTensor] = []
     update = parts.optimizer.update
 
-    def noting_update(objection: Tensor | None = None, gradient_factor: Tensor | None = None) -> Any:
+    def noting_update(skip_update: Tensor | None = None, gradient_factor: Tensor | None = None) -> Any:
         gradients[:] = [_copy(each) for each in parts.optimizer.gradient_shards()]
         if gradient_factor is not None:
             for each in gradients:
                 each.local.mul_(gradient_factor)
-        return update(objection, gradient_factor)
+        return update(skip_update, gradient_factor)
 
     parts.optimizer.update = noting_update
     with ExitConditions(cfg) as exits:
@@ -147,13 +148,12 @@ def make_reference(traces: Iterable[Trace]) -> Reference:
     return steps
 
 
-class Cell(NamedTuple):
-    """One rectangle of one tensor on one rank, compared."""
+class Compared(NamedTuple):
+    """One rectangle of one tensor on one rank."""
 
     kind: str
     name: str
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
+    rectangle: Rectangle
     error: float
     digest: int
 
@@ -163,7 +163,7 @@ class StepReport(NamedTuple):
 
     losses: dict[str, float]
     norm: float | None
-    cells: list[Cell]
+    cells: list[Compared]
 
 
 def compare(one: Trace, reference: ReferenceStep) -> StepReport:
@@ -172,11 +172,10 @@ def compare(one: Trace, reference: ReferenceStep) -> StepReport:
     for kind, shards in (("gradient", one.gradients), ("weight", one.weights)):
         for shard in shards:
             whole = reference.tensors[kind].get(shard.name)
-            lengths = tuple(shard.local.shape)
             error = math.inf
             if whole is not None and tuple(whole.shape) == tuple(shard.global_shape):
                 error = _error(shard, whole, reference.norm)
-            cells.append(Cell(kind, shard.name, tuple(shard.offsets), lengths, error, int(tensor_hash(shard.local))))
+            cells.append(Compared(kind, shard.name, shard.rectangle, error, int(tensor_hash(shard.local))))
     return StepReport(one.losses, one.norm, cells)
 
 
@@ -185,9 +184,7 @@ def _error(shard: ShardedTensor, whole: Tensor, norm: float | None) -> float:
     local = shard.local.detach()
     if local.numel() == 0:
         return 0.0
-    part = whole[tuple(slice(start, start + length) for start, length in zip(shard.offsets, local.shape))]
-    part = part.to(local.device)
-    difference = float((local - part).abs().max())
+    difference = float((local - shard.rectangle.of(whole).to(local.device)).abs().max())
     scale = float(whole.abs().max()) or norm or 1.0
     return difference / scale if math.isfinite(difference) else math.inf
 
@@ -267,10 +264,10 @@ def _scalars(
 
 
 def _tensors(
-    step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Cell], limit: float
+    step: int, kind: str, expected: dict[str, Tensor], cells: Sequence[Compared], limit: float
 ) -> tuple[list[Difference], tuple[float, str]]:
     """Differences of the tensors of one kind, in the reference's order, and the largest error with its tensor."""
-    by_name: dict[str, list[Cell]] = {name: [] for name in expected}
+    by_name: dict[str, list[Compared]] = {name: [] for name in expected}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)
     differences: list[Difference] = []
@@ -279,7 +276,10 @@ def _tensors(
         if name not in expected:
             differences.append(Difference(step, kind, name, math.inf, "does not exist on one rank"))
             continue
-        problem = coverage(tuple(expected[name].shape), own) or (disagreement(own) if kind == "weight" else "")
+        problem = coverage_problem(expected[name].shape, {cell.rectangle for cell in own})
+        problem = f"is not there exactly once: the ranks {problem}" if problem else ""
+        if not problem and kind == "weight":
+            problem = disagreement(own)
         if problem:
             differences.append(Difference(step, kind, name, math.inf, problem))
         error = max((cell.error for cell in own), default=math.inf)
@@ -289,24 +289,10 @@ def _tensors(
     return differences, worst
 
 
-def coverage(shape: tuple[int, ...], cells: Iterable[Cell]) -> str:
-    """Describe what is wrong if the distinct rectangles do not hold every element exactly once; empty if they do."""
-    rectangles = {(cell.offsets, cell.lengths) for cell in cells if 0 not in cell.lengths}
-    if rectangles == {((0,) * len(shape), shape)}:
-        return ""
-    count = np.zeros(shape, dtype=np.int16)
-    for offsets, lengths in rectangles:
-        count[tuple(slice(start, start + length) for start, length in zip(offsets, lengths))] += 1
-    if not count.size or (count == 1).all():
-        return ""
-    missing, double = int((count == 0).sum()), int((count > 1).sum())
-    return f"is incomplete: of {count.size} elements {missing} are on no rank and {double} in more than one rectangle"
-
-
-def disagreement(cells: Iterable[Cell]) -> str:
+def disagreement(cells: Iterable[Compared]) -> str:
     """Describe what is wrong if copies of a rectangle differ in a bit; empty if they do not."""
-    digests: dict[tuple, set[int]] = {}
+    digests: dict[Rectangle, set[int]] = {}
     for cell in cells:
-        digests.setdefault((cell.offsets, cell.lengths), set()).add(cell.digest)
+        digests.setdefault(cell.rectangle, set()).add(cell.digest)
     apart = [rectangle for rectangle, values in digests.items() if len(values) > 1]
-    return f"differs between the ranks that hold copies of it (at offsets {apart[0][0]})" if apart else ""
+    return f"differs between the ranks that hold copies of it (at offsets {apart[0].offsets})" if apart else ""

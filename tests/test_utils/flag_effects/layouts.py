@@ -121,13 +121,15 @@ def norm_kernel(cfg):
     """Who computes norms where apex is installed."""
     import pytest
 
+    from megatron.core.groups.process_groups import SINGLE_PROCESS
     from megatron.core.transformer.norm import make_norm
     from megatron.training.arguments import core_transformer_config_from_args
     from tests.test_utils import fake_apex
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         fake_apex.install(monkeypatch)
-        return type(make_norm(core_transformer_config_from_args(cfg), 32, 1e-5).normalize).__name__
+        norm = make_norm(core_transformer_config_from_args(cfg), 32, 1e-5, groups=SINGLE_PROCESS)
+        return type(norm.normalize).__name__
 
 
 TENSOR_AND_CONTEXT = [
@@ -171,8 +173,8 @@ DATA_PARALLEL = [
         count=("megatron.core.distributed.reductions:reduce_scatter",)),
     row("--num-distributed-optimizer-instances 2", group("dp_cp_shard", 0, 1), base=f"{ZERO} --micro-batch-size 1",
         ranks=4),
-    row("--overlap-grad-reduce", calls("gradient_arrived"), keeps("weights"), base="--ddp-bucket-size 3000", ranks=2,
-        count=(BUFFER + "ParamAndGradBuffer.gradient_arrived",)),
+    row("--overlap-grad-reduce", calls("gradient_is_ready"), keeps("weights"), base="--ddp-bucket-size 3000", ranks=2,
+        count=(BUFFER + "ParamAndGradBuffer.gradient_is_ready",)),
     row("--overlap-param-gather", calls("_gather_hooks"), keeps("weights"), base=f"{ZERO} {OVERLAP}", ranks=2,
         count=("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel._gather_hooks",)),
     row("--ddp-num-buckets 3", gives(lambda run: len(run.buckets), 3), keeps("weights"), ranks=2),

@@ -28,7 +28,7 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Ones, Shard, Zeros, parameter
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.tensor_parallel.mappings import (
@@ -114,10 +114,6 @@ class NormProduct:
         return self.linear(x)
 
 
-def _is_sequence_parallel(config: Any, groups: ProcessGroups) -> bool:
-    return config.sequence_parallel and groups.tp.size > 1
-
-
 def column_parameters(
     input_size: int, size: StackedSize, *, bias: bool, init: Init, config: Any, groups: ProcessGroups
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
@@ -128,7 +124,7 @@ def column_parameters(
             f"{groups.tp.size} tensor-parallel ranks, several of which would share a head; take --transformer-impl "
             "local, or fewer ranks"
         )
-    placed = {"tp": Shard(size.split_dim), "groups": groups, "dtype": config.params_dtype}
+    placed = {"mesh": {"tp": Shard(size.split_dim)}, "groups": groups, "dtype": config.params_dtype}
     weight = parameter((*size.shape, input_size), init=init, ndim=2, **placed)
     return weight, parameter(size.shape, init=Zeros(), ndim=1, **placed) if bias else None
 
@@ -140,10 +136,9 @@ class TEColumnParallelLinear(nn.Module):
 
     def __init__(
         self, input_size: int, output_size: int | StackedSize, *, config: Any, init_method: Init, bias: bool = True,
-        gather_output: bool = False, skip_bias_add: bool = False, groups: ProcessGroups | None = None,
+        gather_output: bool = False, skip_bias_add: bool = False, groups: ProcessGroups,
     ) -> None:  # fmt: skip
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
         self.weight, self.bias = column_parameters(
             input_size, size, bias=bias, init=init_method, config=config, groups=groups
@@ -154,7 +149,7 @@ class TEColumnParallelLinear(nn.Module):
         )
         self._product: Product | NormProduct = product
         self._enter: Callable = copy_to_tensor_model_parallel_region
-        if _is_sequence_parallel(config, groups):
+        if groups.stream(config.sequence_parallel).size > 1:
             self._enter = gather_from_sequence_parallel_region
         self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
 
@@ -177,13 +172,12 @@ class TERowParallelLinear(nn.Module):
 
     def __init__(
         self, input_size: int, output_size: int, *, config: Any, init_method: Init, bias: bool = True,
-        input_is_parallel: bool = True, skip_bias_add: bool = False, groups: ProcessGroups | None = None,
+        input_is_parallel: bool = True, skip_bias_add: bool = False, groups: ProcessGroups,
     ) -> None:  # fmt: skip
         super().__init__()
-        groups = groups or SINGLE_PROCESS
-        sequence_parallel = _is_sequence_parallel(config, groups)
+        sequence_parallel = groups.stream(config.sequence_parallel).size > 1
         placed = {"groups": groups, "dtype": config.params_dtype}
-        self.weight = parameter((output_size, input_size), init=init_method, tp=Shard(1), **placed)
+        self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **placed)
         # under sequence parallelism each rank adds the bias to its own positions only
         partial = ("tp",) if sequence_parallel else ()
         self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
@@ -211,13 +205,12 @@ class TENorm(nn.Module):
     implementation = NAME
 
     def __init__(
-        self, config: Any, hidden_size: int, eps: float, *, groups: ProcessGroups | None = None,
+        self, config: Any, hidden_size: int, eps: float, *, groups: ProcessGroups,
         partial: tuple[str, ...] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         if partial is None:
-            partial = ("tp",) if _is_sequence_parallel(config, groups) else ()
+            partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
         placed = {"partial": partial, "groups": groups, "dtype": config.params_dtype}
         self.eps, self.kind, self.zero_centered = eps, config.normalization, config.apply_layernorm_1p
         self.weight = parameter((hidden_size,), init=Zeros() if config.apply_layernorm_1p else Ones(), **placed)
@@ -250,10 +243,10 @@ class TEDotProductAttention(nn.Module):
 
     def __init__(
         self, config: Any, layer_number: int, *, causal: bool, window: tuple[int, int] | None,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:  # fmt: skip
         super().__init__()
-        tp = (groups or SINGLE_PROCESS).tp
+        tp = groups.tp
         left, right = window or (-1, -1)
         attention = load_transformer_engine().DotProductAttention(
             config.num_attention_heads // tp.size, config.kv_channels,

@@ -27,12 +27,12 @@ Consume = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Transfer:
-    """A transfer under way. ``source`` is what it reads."""
+    """A transfer under way (an ``AsyncHandle``). ``source`` is what it reads."""
 
     def __init__(self, source: object, finish: Callable[[], Tensor]) -> None:
         self._source, self._finish = source, finish
 
-    def finish(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The result, complete in the order of the current stream. To be called once."""
         return self._finish()
 

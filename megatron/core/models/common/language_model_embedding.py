@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import DropoutCoordinates, dropout_is_fused, make_dropout
 from megatron.core.sharding.placement import parameter
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
@@ -43,10 +43,9 @@ class LanguageModelEmbedding(nn.Module):
         *,
         learned_positions: bool,
         divisible_by: int = 128,
-        groups: ProcessGroups | None = None,
+        groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        groups = groups or SINGLE_PROCESS
         assert config.hidden_size is not None
         self.max_sequence_length, self.group = max_sequence_length, groups.tp
         self.word_embeddings = VocabParallelEmbedding(
@@ -55,7 +54,7 @@ class LanguageModelEmbedding(nn.Module):
         )  # fmt: skip
         self.position_embeddings = PositionEmbedding(config, max_sequence_length, groups) if learned_positions else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
-        self.sequence_parallel = config.sequence_parallel and groups.tp.size > 1
+        self.sequence_parallel = groups.stream(config.sequence_parallel).size > 1
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None) -> Tensor:
         ids_sb = input_ids.t()  # of ids, not of vectors

@@ -18,7 +18,7 @@ from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, yarn_
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
-from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
+from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.pipeline_parallel.stages import branches_of_layers, pipeline_stages
@@ -93,7 +93,7 @@ class GPTModel(MegatronModule):
         self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
         self.divisible_by = make_vocab_size_divisible_by
         self.dropout_stream = DropoutStream(seed)
-        self._stream_split = self.groups.tp if config.sequence_parallel else SINGLE_PROCESS.tp
+        self._stream_split = self.groups.stream(config.sequence_parallel)
         """Over which ranks the residual stream's positions are split."""
         self._input_tensor: Tensor | None = None
         self._forward_calls = 0

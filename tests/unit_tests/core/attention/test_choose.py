@@ -12,6 +12,7 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import flash_attn
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from tests.test_utils import fake_attention
 from tests.test_utils.reference_attention import reference_attention
 
@@ -90,7 +91,7 @@ def test_cudnn_gets_only_what_it_computes_right(backend, lengths, mask, kernels,
         TransformerConfig(
             num_layers=1, hidden_size=64, num_attention_heads=1, attention_dropout=0.0, params_dtype=torch.bfloat16,
             attention_backend=backend,
-        ), 1,
+        ), 1, groups=SINGLE_PROCESS,
     )  # fmt: skip
     assert core.form.kernel._kernels(*lengths, mask) == kernels
     if backend == "fused":
@@ -112,7 +113,7 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
     hopper = request(backend="flash", flash_version=version, flash_packages=(version,), channels=8)
     reference = reference_attention(config, 1, mask_type)
     monkeypatch.setattr("megatron.core.attention.choose.request_of", lambda *_: hopper)
-    core = CoreAttention(config, 1, mask_type)
+    core = CoreAttention(config, 1, mask_type, groups=SINGLE_PROCESS)
     assert isinstance(core.form.kernel, FlashAttentionPackage) and core.choice.kernel == f"flash-attn {version}"
     query, key, value = (torch.randn(9, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     documents = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 4, 9, 10, 18], dtype=torch.int32), max_seqlen_q=8)

@@ -6,6 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils.reference_attention import reference_attention
 
@@ -46,7 +47,7 @@ def kernels_of(core, tensors):
 def test_cudnn_runs_where_it_was_chosen_and_nothing_is_copied(groups):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("cuDNN is the first choice from Hopper on")
-    core = CoreAttention(make_config(groups), 1)
+    core = CoreAttention(make_config(groups), 1, groups=SINGLE_PROCESS)
     assert core.choice.kernel == "cudnn"
     names = kernels_of(core, inputs(groups))
     assert any("cudnn" in name for name in names), names
@@ -68,7 +69,7 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups, length=LEN
     tensors = inputs(groups, config.params_dtype, length)
     exact = [x.detach().float().requires_grad_() for x in tensors]
     reference = reference_attention(config, 1)(*exact)
-    mixed = CoreAttention(config, 1)(*tensors)
+    mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
@@ -85,7 +86,7 @@ def test_lengths_that_cudnn_does_not_take_have_gradients_too(length, window):
 
 
 def test_cudnn_asked_for_by_name_refuses_lengths_that_it_does_not_take():
-    core = CoreAttention(make_config(HEADS, attention_backend="fused"), 1)
+    core = CoreAttention(make_config(HEADS, attention_backend="fused"), 1, groups=SINGLE_PROCESS)
     with pytest.raises(ValueError, match="--attention-backend fused: 192 queries and 192 keys .* multiples of 128"):
         core(*inputs(HEADS, length=192))
 
@@ -98,7 +99,7 @@ def test_flash_attn_itself_equals_the_reference(version):
 
 
 def test_a_kernel_that_cannot_run_says_why():
-    core = CoreAttention(make_config(HEADS, attention_backend="flash"), 1)
+    core = CoreAttention(make_config(HEADS, attention_backend="flash"), 1, groups=SINGLE_PROCESS)
     if core.choice.kernel != "flash":
         pytest.skip("the flash-attn package serves here")
     with pytest.raises(ValueError, match="attention: torch's flash kernel .* does not take query .*float32"):
@@ -116,7 +117,7 @@ def test_under_a_dense_mask_rows_of_small_logits_have_gradients(groups):
     mask = torch.zeros(1, 1, 192, 192, dtype=torch.bool, device="cuda")
     mask[..., :7] = torch.arange(192, device="cuda").view(-1, 1) > 7
     reference = reference_attention(config, 1)(*exact, mask)
-    mixed = CoreAttention(config, 1)(*tensors, mask)
+    mixed = CoreAttention(config, 1, groups=SINGLE_PROCESS)(*tensors, mask)
     gradient = torch.randn_like(reference)
     expected = torch.autograd.grad(reference, exact, gradient)
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))

@@ -134,19 +134,19 @@ def test_the_views_cover_the_buffer_and_names_stay():
     assert not any(p.main_grad.any() for p in net.parameters())
 
 
-def launched_by_backward(rank, world, overlap):
+def started_by_backward(rank, world, overlap):
     parallel_state.initialize_model_parallel()
     ddp = wrapped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), overlap_grad_reduce=overlap, bucket_size=4)
     ddp(torch.ones(1, 2)).sum().backward()
-    launched = [bucket.launched for bucket in ddp.grad_buffers[0].buckets]
+    started = [bucket.started for bucket in ddp.grad_buffers[0].buckets]
     ddp.finish_grad_sync()
-    return launched
+    return started
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_with_overlap_backward_itself_starts_every_sum(gloo_pool, overlap):
-    for launched in gloo_pool.run(launched_by_backward, 2, overlap):
-        assert launched == [overlap] * 4
+    for started in gloo_pool.run(started_by_backward, 2, overlap):
+        assert started == [overlap] * 4
 
 
 def backward_after_reduction(rank, world):

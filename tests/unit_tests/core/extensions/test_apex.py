@@ -92,7 +92,7 @@ def test_sums_of_gradients_in_16_bits_stay_there(monkeypatch):
 def test_weight_gradients_can_wait_and_copies_make_memory_contiguous(monkeypatch):
     calls = fake_apex.install(monkeypatch)
     found = []
-    for traits in (LinearTraits(), LinearTraits(accumulate=ApexWeightGradient())):
+    for traits in (LinearTraits(SINGLE_PROCESS.tp), LinearTraits(SINGLE_PROCESS.tp, accumulate=ApexWeightGradient())):
         generator = torch.Generator().manual_seed(0)
         x, grad = (torch.randn(size, 5, generator=generator).t().requires_grad_() for size in (7, 9))
         weight = torch.nn.Parameter(torch.randn(9, 7, generator=generator))

@@ -202,7 +202,7 @@ def drifting(rank, world, instances, tp):
     groups = parallel_state.initialize_model_parallel(tp, num_distributed_optimizer_instances=instances)
     net = Net(torch.bfloat16, groups)
     net.split = nn.Module()
-    net.split.weight = parameter((8, 4), init=Zeros(), tp=Shard(0), groups=groups)
+    net.split.weight = parameter((8, 4), init=Zeros(), mesh={"tp": Shard(0)}, groups=groups)
     ddp = wrap(net, groups, {"use_distributed_optimizer": True})
     optimizer = get_megatron_optimizer(settings("adam"), [ddp], groups=groups)
     assert check_replicas([ddp], groups, optimizer.replicas()) == []
@@ -216,9 +216,9 @@ def drifting(rank, world, instances, tp):
 
 def test_drifting_weights_and_moments_are_named(gloo_pool):
     results = gloo_pool.run(drifting, 4, 2, 1)  # ranks 0 and 1 are one instance, 2 and 3 the other
-    assert results[0] == results[2] == [("first.weight", 3, "dp_cp")]
-    assert any(name.startswith("exp_avg:") and axis == "dp_cp_replica" for name, rank, axis in results[1])
-    assert results[1] == results[3] and len(results[3]) == 2
+    moment, weight = results[0]
+    assert moment[0].startswith("exp_avg:") and moment[1:] == (3, "dp_cp") and weight == ("first.weight", 3, "dp_cp")
+    assert all(found == results[0] for found in results)
     results = gloo_pool.run(drifting, 4, 1, 2)
     assert ("first.weight", 3, "tp") in results[2] and ("first.weight", 3, "dp_cp") in results[1]
     assert results[0] == []
@@ -232,11 +232,11 @@ def used_early(rank, world):
     optimizer = get_megatron_optimizer(settings("sgd"), [ddp], groups=groups)
     step_once(ddp, optimizer, 0, groups)
     optimizer.step()
-    pending = [bucket._finish_gather is not None for bucket in ddp.grad_buffers[0].buckets]
+    pending = [bucket._gather is not None for bucket in ddp.grad_buffers[0].buckets]
     ddp.module.table(batch(1))
-    waited = [bucket._finish_gather is not None for bucket in ddp.grad_buffers[0].buckets]
+    waited = [bucket._gather is not None for bucket in ddp.grad_buffers[0].buckets]
     weights = {name: value.clone() for name, value in ddp.module.state_dict().items()}
-    rest = [bucket._finish_gather is not None for bucket in ddp.grad_buffers[0].buckets]
+    rest = [bucket._gather is not None for bucket in ddp.grad_buffers[0].buckets]
     return pending, waited, rest, {name: value.numpy() for name, value in weights.items()}
 
 

@@ -27,7 +27,8 @@ class Chunk(nn.Module):
     def __init__(self, first):
         super().__init__()
         config = ModelParallelConfig(params_dtype=torch.float64)
-        self.linear = ColumnParallelLinear(WIDTH, WIDTH, config=config, init_method=Ones(), bias=False)
+        made = {"config": config, "init_method": Ones(), "groups": SINGLE_PROCESS}
+        self.linear = ColumnParallelLinear(WIDTH, WIDTH, bias=False, **made)
         self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
         self.first, self.received, self.syncing = first, None, True
         self.seen = []

@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 from megatron.core.sharding.placement import (
-    Chunk,
     Normal,
     Ones,
     Shard,
     XavierUniform,
     initialize_parameters,
-    local_chunk,
+    local_rectangle,
     local_view,
     named_specs,
     parameter,
     unique_parameter_count,
 )
+from megatron.core.sharding.rectangles import Rectangle
 
 
 def tensor_parallel(rank, size):
@@ -33,13 +33,13 @@ class Weights(nn.Module):
     def __init__(self, groups=None, dtype=torch.float32):
         super().__init__()
         made = {"groups": groups, "dtype": dtype}
-        self.column = parameter((12, 10), init=Normal(0.02), tp=Shard(0), **made)
-        self.row = parameter((6, 24), init=Normal(0.5), tp=Shard(1), **made)
-        self.odd_row = parameter((5, 6), init=Normal(1.0), tp=Shard(1), **made)
-        self.gate_up = parameter((2, 8, 5), init=Normal(1.0), tp=Shard(1), ndim=2, **made)
-        self.xavier = parameter((4, 7, 3), init=XavierUniform(), tp=Shard(0), ndim=2, **made)
-        self.bias = parameter((2, 8), init=Ones(), tp=Shard(1), ndim=1, **made)
-        self.padded = parameter((9, 4), init=Normal(1.0), tp=Shard(0), stored=(16, 4), **made)
+        self.column = parameter((12, 10), init=Normal(0.02), mesh={"tp": Shard(0)}, **made)
+        self.row = parameter((6, 24), init=Normal(0.5), mesh={"tp": Shard(1)}, **made)
+        self.odd_row = parameter((5, 6), init=Normal(1.0), mesh={"tp": Shard(1)}, **made)
+        self.gate_up = parameter((2, 8, 5), init=Normal(1.0), mesh={"tp": Shard(1)}, ndim=2, **made)
+        self.xavier = parameter((4, 7, 3), init=XavierUniform(), mesh={"tp": Shard(0)}, ndim=2, **made)
+        self.bias = parameter((2, 8), init=Ones(), mesh={"tp": Shard(1)}, ndim=1, **made)
+        self.padded = parameter((9, 4), init=Normal(1.0), mesh={"tp": Shard(0)}, stored=(16, 4), **made)
         self.norm = parameter((7,), init=Ones(), partial=("tp",), **made)
 
 
@@ -57,7 +57,7 @@ def gathered(size, dtype=torch.float32):
         model, groups = build(size, rank, dtype)
         for name, param, spec in named_specs(model):
             target = whole.setdefault(name, torch.full(spec.shape, torch.nan, dtype=dtype))
-            offsets, lengths = local_chunk(spec, groups)
+            offsets, lengths = local_rectangle(spec, groups)
             rectangle = tuple(slice(o, o + n) for o, n in zip(offsets, lengths))
             target[rectangle] = local_view(param, spec, groups)
     return whole
@@ -80,20 +80,20 @@ def test_stored_shapes_fold_leading_dims_and_padding_is_zero():
     model, groups = build(2, 1)
     assert model.gate_up.shape == (8, 5) and model.bias.shape == (8,) and model.xavier.shape == (14, 3)
     assert model.padded.shape == (8, 4) and torch.count_nonzero(model.padded[1:]) == 0 and model.padded[0].all()
-    assert local_chunk(model.padded.spec, groups) == Chunk((8, 0), (1, 4))
+    assert local_rectangle(model.padded.spec, groups) == Rectangle((8, 0), (1, 4))
 
 
 def test_a_shard_of_nothing_but_padding_is_an_empty_chunk():
     groups = tensor_parallel(1, 2)
-    weight = parameter((5, 4), init=Normal(1.0), tp=Shard(0), stored=(16, 4), groups=groups)
-    assert local_chunk(weight.spec, groups) == Chunk((5, 0), (0, 4))
+    weight = parameter((5, 4), init=Normal(1.0), mesh={"tp": Shard(0)}, stored=(16, 4), groups=groups)
+    assert local_rectangle(weight.spec, groups) == Rectangle((5, 0), (0, 4))
 
 
 def test_distributions_have_their_declared_width():
     model = nn.Module()
     model.normal = parameter((300, 200), init=Normal(0.02))
     model.xavier = parameter((2, 150, 200), init=XavierUniform(), ndim=2)
-    initialize_parameters(model, 1)
+    initialize_parameters(model, 1, SINGLE_PROCESS)
     assert model.normal.std().item() == pytest.approx(0.02, rel=0.02)
     bound = (6 / (300 + 200)) ** 0.5
     assert model.xavier.abs().max() <= bound and model.xavier.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
@@ -103,7 +103,7 @@ def test_seeds_and_names_give_different_values():
     def values(seed, name):
         model = nn.Module()
         model.register_parameter(name, parameter((8,), init=Normal(1.0)))
-        initialize_parameters(model, seed)
+        initialize_parameters(model, seed, SINGLE_PROCESS)
         return next(model.parameters()).detach()
 
     drawn = [values(seed, name) for seed, name in itertools.product((1, 2), ("a", "b"))]
@@ -115,8 +115,8 @@ def test_a_tied_copy_starts_equal_and_is_not_counted():
     owner.word = parameter((6, 4), init=Normal(1.0))
     copy.output = parameter((6, 4), init=Normal(1.0))
     copy.output.spec = replace(copy.output.spec, tied_to="word")
-    initialize_parameters(owner, 1)
-    initialize_parameters(copy, 1)
+    initialize_parameters(owner, 1, SINGLE_PROCESS)
+    initialize_parameters(copy, 1, SINGLE_PROCESS)
     assert torch.equal(owner.word, copy.output)
     assert unique_parameter_count(owner) == 24 and unique_parameter_count(copy) == 0
 

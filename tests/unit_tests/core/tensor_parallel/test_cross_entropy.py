@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from megatron.core import parallel_state
 from megatron.core.fusions import cross_entropy as passes
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy, tokens_of_a_chunk
@@ -99,7 +100,7 @@ def test_a_split_sequence_is_gathered_and_its_gradient_scattered(gloo_pool):
 
 
 def chunked(x, weight, labels, store=None, **chosen):
-    traits = LinearTraits(**chosen)
+    traits = LinearTraits(SINGLE_PROCESS.tp, **chosen)
     return linear_cross_entropy(x, weight, labels, vocab_size=19, traits=traits, chunk_tokens=5, store=store)
 
 
@@ -150,7 +151,7 @@ def test_frozen_tensors_get_no_gradient_and_evaluation_keeps_nothing():
 def test_settings_that_cannot_be():
     x, weight, labels, _ = problem(19, 24)
     with pytest.raises(ValueError, match="negative"):
-        linear_cross_entropy(x, weight, labels, vocab_size=19, traits=LinearTraits(), chunk_tokens=-1)
+        linear_cross_entropy(x, weight, labels, vocab_size=19, traits=LinearTraits(SINGLE_PROCESS.tp), chunk_tokens=-1)
     with pytest.raises(IndexError, match="vocabulary of 19"):
         chunked(x, weight, labels + 19)
     with pytest.raises(ValueError, match="no result of a computation"):
@@ -192,10 +193,11 @@ def test_chunks_and_whole_logits_agree_on_a_gpu(vocab, chunk_tokens):
         before = torch.cuda.memory_allocated()
         if how == "chunked":
             losses = linear_cross_entropy(
-                mine, parameter, labels, vocab_size=vocab, traits=LinearTraits(), chunk_tokens=chunk_tokens
+                mine, parameter, labels, vocab_size=vocab, traits=LinearTraits(SINGLE_PROCESS.tp),
+                chunk_tokens=chunk_tokens,
             )
         else:
-            logits = parallel_linear(mine, parameter, None, LinearTraits())
+            logits = parallel_linear(mine, parameter, None, LinearTraits(SINGLE_PROCESS.tp))
             losses = vocab_parallel_cross_entropy(logits, labels, vocab_size=vocab, reuse_logits=True)
             del logits
         losses.backward(grad)

@@ -35,7 +35,7 @@ def _main_gradients(rank, world_size, tied, fused):
     arrivals = []
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), net, groups=groups)
     net.embedding.weight.register_post_accumulate_grad_hook(lambda _: arrivals.append("dense"))
-    net.embedding.weight.arrival.register_post_accumulate_grad_hook(lambda _: arrivals.append("fused"))
+    net.embedding.weight.grad_ready.register_post_accumulate_grad_hook(lambda _: arrivals.append("fused"))
     ddp.zero_grad_buffer()
     for seed in range(2):
         ids = torch.randint(0, 19, (2, 13), generator=torch.Generator().manual_seed(seed))

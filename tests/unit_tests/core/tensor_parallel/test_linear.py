@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.core import parallel_state
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
 from tests.test_utils.training_steps import give_main_grad
 
@@ -28,7 +29,7 @@ def plain_gradients(dtype):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_outputs_and_gradients_equal_torch(dtype):
     x, weight, bias, grad = tensors(dtype)
-    output = parallel_linear(x, weight, bias, LinearTraits())
+    output = parallel_linear(x, weight, bias, LinearTraits(SINGLE_PROCESS.tp))
     output.backward(grad)
     expected, gradients = plain_gradients(dtype)
     assert torch.equal(output, expected)
@@ -41,7 +42,7 @@ def test_weight_gradients_add_into_main_grad_in_its_dtype(grad_dtype):
     x, weight, bias, grad = tensors(torch.bfloat16)
     arrivals = give_main_grad(weight, torch.ones(9, 7, dtype=grad_dtype))
     for _ in range(2):
-        parallel_linear(x, weight, bias, LinearTraits()).backward(grad)
+        parallel_linear(x, weight, bias, LinearTraits(SINGLE_PROCESS.tp)).backward(grad)
     exact = 1 + 2 * grad.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
     tolerance = 1e-6 if grad_dtype == torch.float32 else 2e-2
     torch.testing.assert_close(weight.main_grad.double(), exact, rtol=tolerance, atol=tolerance * 10)
@@ -52,7 +53,7 @@ def test_bias_gradients_add_into_main_grad_without_rounding():
     x, weight, bias, grad = tensors(torch.bfloat16)
     arrivals = give_main_grad(bias, torch.ones(9))
     for _ in range(2):
-        parallel_linear(x, weight, bias, LinearTraits()).backward(grad)
+        parallel_linear(x, weight, bias, LinearTraits(SINGLE_PROCESS.tp)).backward(grad)
     assert len(arrivals) == 2 and bias.grad is None
     torch.testing.assert_close(bias.main_grad, 1 + 2 * grad.float().sum((0, 1)))
 
@@ -67,7 +68,7 @@ def test_a_weight_with_other_uses_keeps_their_gradient():
         parameter.grad = None
 
     weight.register_post_accumulate_grad_hook(accumulate)
-    output = parallel_linear(x, weight, None, LinearTraits(weight_has_other_uses=True))
+    output = parallel_linear(x, weight, None, LinearTraits(SINGLE_PROCESS.tp, weight_has_other_uses=True))
     ((output * grad).sum() + 3 * weight.sum()).backward()
     assert not arrivals
     expected = torch.autograd.grad((F.linear(x, weight) * grad).sum() + 3 * weight.sum(), weight)[0]
@@ -83,7 +84,7 @@ def test_a_deferred_weight_gradient_arrives_when_it_is_computed(fused):
     else:
         weight.register_post_accumulate_grad_hook(calls.append)
     store = WeightGradientStore()
-    parallel_linear(x, weight, bias, LinearTraits(), store).backward(grad)
+    parallel_linear(x, weight, bias, LinearTraits(SINGLE_PROCESS.tp), store).backward(grad)
     _, (grad_x, grad_weight, grad_bias) = plain_gradients(DOUBLE)
     torch.testing.assert_close((x.grad, bias.grad), (grad_x, grad_bias))
     assert calls == [] and weight.grad is None and len(store) == 1
@@ -96,10 +97,10 @@ def test_a_deferred_weight_gradient_arrives_when_it_is_computed(fused):
 def test_frozen_tensors_get_no_gradient():
     x, weight, bias, grad = tensors(DOUBLE)
     weight.requires_grad_(False)
-    parallel_linear(x, weight, bias, LinearTraits(), WeightGradientStore()).backward(grad)
+    parallel_linear(x, weight, bias, LinearTraits(SINGLE_PROCESS.tp), WeightGradientStore()).backward(grad)
     assert weight.grad is None and bias.grad is not None
     with torch.no_grad():
-        assert parallel_linear(x, weight, bias, LinearTraits(), WeightGradientStore()).grad_fn is None
+        assert parallel_linear(x, weight, bias, LinearTraits(SINGLE_PROCESS.tp), WeightGradientStore()).grad_fn is None
 
 
 def _across_ranks(rank, world_size, traits, deferred):

@@ -8,7 +8,13 @@ from megatron.core import parallel_state
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.sharding.placement import Normal, initialize_parameters, local_chunk, local_view, named_specs
+from megatron.core.sharding.placement import (
+    Normal,
+    initialize_parameters,
+    local_rectangle,
+    local_view,
+    named_specs,
+)
 from megatron.core.tensor_parallel import VocabParallelEmbedding, padded_vocab_size, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
@@ -92,7 +98,7 @@ def collect_gradients(model, groups):
     """name -> (offsets, rectangle of the global gradient, whether ranks hold partial sums)."""
     result = {}
     for name, param, spec in named_specs(model):
-        chunk = local_chunk(spec, groups)
+        chunk = local_rectangle(spec, groups)
         result[name] = spec.shape, chunk, local_view(param.grad, spec, groups).clone(), "tp" in spec.grad
     return result
 

@@ -43,7 +43,7 @@ def test_collectives_leave_nothing_behind_that_only_a_garbage_collection_finds()
         def __init__(self, x, group):
             self.result = x.clone()
 
-        def finish(self):
+        def wait(self):
             return self.result
 
     gc.disable()
@@ -67,8 +67,8 @@ class _Recorder:
         def recorded(begin):
             def start(x, group):
                 self.events.append("s")
-                finish = begin(x, group).finish
-                return SimpleNamespace(finish=lambda: (self.events.append("e"), finish())[1])
+                wait = begin(x, group).wait
+                return SimpleNamespace(wait=lambda: (self.events.append("e"), wait())[1])
 
             return start
 

@@ -11,6 +11,7 @@ from megatron.core.attention.tiles import Visibility, whole_tile
 from megatron.core.attention.window import layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.random.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
 from megatron.core.random.philox import DropoutStream
@@ -61,18 +62,21 @@ def test_layers_with_a_window(skip, layers):
 def test_fused_and_unfused_cores_agree(mask_type, window):
     config = make_config(num_query_groups=2, window_size=window)
     query, key, value = torch.randn(9, 2, 4, 6, dtype=DOUBLE), *torch.randn(2, 9, 2, 2, 6, dtype=DOUBLE)
-    fused = CoreAttention(config, 1, mask_type)
+    fused = CoreAttention(config, 1, mask_type, groups=SINGLE_PROCESS)
     assert isinstance(fused.form.kernel, TorchAttention)
     unfused = reference_attention(config, 1, mask_type)(query, key, value)
     torch.testing.assert_close(fused(query, key, value), unfused)
 
 
 def test_the_core_is_chosen_once_by_configuration():
-    for backend, kernel in {"auto": TorchAttention, "unfused": UnfusedAttention}.items():
-        assert isinstance(CoreAttention(make_config(attention_backend=backend), 1).form.kernel, kernel)
-    assert isinstance(CoreAttention(make_config(attention_dropout=0.1), 1).form.kernel, UnfusedAttention)
+    def kernel_of(**settings):
+        return CoreAttention(make_config(**settings), 1, groups=SINGLE_PROCESS).form.kernel
+
+    assert isinstance(kernel_of(attention_backend="auto"), TorchAttention)
+    assert isinstance(kernel_of(attention_backend="unfused"), UnfusedAttention)
+    assert isinstance(kernel_of(attention_dropout=0.1), UnfusedAttention)
     with pytest.raises(ValueError, match="context_parallel_size"):
-        CoreAttention(make_config(context_parallel_size=2), 1)
+        CoreAttention(make_config(context_parallel_size=2), 1, groups=SINGLE_PROCESS)
 
 
 def test_layer_scaling_keeps_float16_scores_finite_and_changes_no_result():
@@ -85,8 +89,8 @@ def test_layer_scaling_keeps_float16_scores_finite_and_changes_no_result():
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
 def test_zero_centred_norms_start_and_act_as_plain_ones(kind):
-    plain = make_norm(make_config(normalization=kind), 24, 1e-5)
-    centred = make_norm(make_config(normalization=kind, apply_layernorm_1p=True), 24, 1e-5)
+    plain = make_norm(make_config(normalization=kind), 24, 1e-5, groups=SINGLE_PROCESS)
+    centred = make_norm(make_config(normalization=kind, apply_layernorm_1p=True), 24, 1e-5, groups=SINGLE_PROCESS)
     x = torch.randn(3, 24, dtype=DOUBLE)
     assert centred.weight.eq(0).all() and plain.weight.eq(1).all()
     with torch.no_grad():

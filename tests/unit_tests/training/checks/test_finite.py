@@ -24,13 +24,13 @@ def pair(value):
 
 def test_the_host_hears_one_iteration_later_and_the_device_at_once():
     check = FiniteCheck(rank=3)
-    assert not check.objection(pair(1.0))
+    assert not check.skip_update(pair(1.0))
     check.note(1, 0, named_by_origin({}, pair(1.0)), torch.tensor(False))
     check.read(keep=1)
-    assert check.objection(pair(float("nan")))
+    assert check.skip_update(pair(float("nan")))
     check.note(2, 8, named_by_origin(pair(2.0), pair(float("nan"))), torch.tensor(True))
     check.read(keep=1)
-    assert check.objection(pair(1.0)), "every later update is held back too"
+    assert check.skip_update(pair(1.0)), "every later update is held back too"
     check.note(3, 16, named_by_origin(pair(1.0), pair(1.0)), torch.tensor(True))
     words = r"rank 3, iteration 2 \(samples from 8 on\): lm loss \(of another rank\) is nan. The weights have not been"
     with pytest.raises(NonFiniteError, match=words):

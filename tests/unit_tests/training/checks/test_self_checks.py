@@ -7,16 +7,16 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.description.model import ModelDescription, Param
-from megatron.core.description.model import Piece as DescribedPiece
+from megatron.core.description.model import ModelDescription, Param, Piece
 from megatron.core.groups.process_groups import RankGrid
-from megatron.training.checks.self_checks import Piece, describe_layout, problems_of
+from megatron.core.sharding.rectangles import Rectangle
+from megatron.training.checks.self_checks import Holding, describe_layout, problems_of
 from tests.test_utils.layout_table import row
 from tests.test_utils.layouts import VOCAB_SIZE, configure
 
 
 def layer(index, stage=0, offsets=(0, 0), lengths=(4, 4), tied=False):
-    return Piece(f"decoder.layers.{index}.weight", (4, 4), offsets, lengths, stage, tied)
+    return Holding(f"decoder.layers.{index}.weight", (4, 4), Rectangle(offsets, lengths), stage, tied)
 
 
 def test_whole_models_have_no_problems():
@@ -40,17 +40,17 @@ def test_holes_and_doubles_are_named(pieces, words):
 
 def branch(name, index):
     param = Param(f"decoder.layers.{index}.{name}.weight", (4, 4))
-    return DescribedPiece({"self_attention": "attention", "mlp": "feed-forward"}[name], (param,), is_branch=True)
+    return Piece({"self_attention": "attention", "mlp": "feed-forward"}[name], (param,), is_branch=True)
 
 
 TWO_LAYERS = ModelDescription(
-    DescribedPiece("embedding"), tuple((branch("self_attention", i), branch("mlp", i)) for i in range(2)),
-    DescribedPiece("output layer"),
+    Piece("embedding"), tuple((branch("self_attention", i), branch("mlp", i)) for i in range(2)),
+    Piece("output layer"),
 )  # fmt: skip
 
 
 def held(index, name, stage=0, shape=(4, 4)):
-    return Piece(f"decoder.layers.{index}.{name}.weight", shape, (0, 0), shape, stage, False)
+    return Holding(f"decoder.layers.{index}.{name}.weight", shape, Rectangle.whole(shape), stage, False)
 
 
 def test_every_branch_of_a_layer_is_wanted_once():

@@ -73,7 +73,7 @@ def largest_differences(rank, size, form, levels, heads, kv_groups):
         reference = reference_attention(make_config(heads, kv_groups, **case), 2, mask)
         expected = attend(reference, whole, packed, torch.arange(LENGTH))
         config = make_config(heads, kv_groups, context_parallel_size=size, cp_comm_type=[form], **case)
-        core = CoreAttention(config, 2, mask, groups)
+        core = CoreAttention(config, 2, mask, groups=groups)
         local = [zigzag.local_part(x, rank, size, dim=0) for x in whole]
         results = attend(core, local, packed, zigzag.positions(LENGTH, rank, size))
         parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected]

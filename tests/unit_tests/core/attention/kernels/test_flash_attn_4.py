@@ -18,6 +18,7 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.tiles import Tile, Visibility
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.flash_attn import installed_versions
+from megatron.core.groups.process_groups import SINGLE_PROCESS
 from tests.test_utils import fake_attention
 from tests.unit_tests.core.attention.context_parallel import test_block_attention
 
@@ -180,7 +181,7 @@ def core(**overrides):
         TransformerConfig(
             num_layers=1, hidden_size=1024, num_attention_heads=8, num_query_groups=2, kv_channels=128,
             params_dtype=torch.bfloat16, attention_dropout=0.0, **overrides,
-        ), 1,
+        ), 1, groups=SINGLE_PROCESS,
     )  # fmt: skip
 
 

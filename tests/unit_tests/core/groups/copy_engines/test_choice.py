@@ -25,7 +25,7 @@ def decide(rank, size, trouble):
         engines = choice.engines_of("tp", dist.group.WORLD, range(size), rank)
         if engines is None:
             return None, said
-        return engines.all_gather(torch.tensor([float(rank)])).finish().tolist(), said
+        return engines.all_gather(torch.tensor([float(rank)])).wait().tolist(), said
 
 
 def no_trouble(patch):

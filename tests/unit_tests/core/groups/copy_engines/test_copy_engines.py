@@ -39,7 +39,7 @@ def gather(rank, size):
     engines = engines_of_world(rank, size)
     for number in range(ROUNDS):
         rows = 2 if number < 4 else 5  # a larger message needs a larger window
-        whole = engines.all_gather(of(rank, number, (rows, 3))).finish()
+        whole = engines.all_gather(of(rank, number, (rows, 3))).wait()
         torch.testing.assert_close(whole, torch.cat([of(peer, number, (rows, 3)) for peer in range(size)]))
 
 
@@ -50,8 +50,8 @@ def exchange(rank, size):
         parts = [of(10 * rank + target, number, (rows, 3)) for target in range(size)]
         first, second = engines.exchange(parts, torch.stack), engines.exchange(parts, sum_all)
         came = torch.stack([of(10 * peer + rank, number, (rows, 3)) for peer in range(size)])
-        torch.testing.assert_close(first.finish(), came)
-        torch.testing.assert_close(second.finish(), came.sum(0))
+        torch.testing.assert_close(first.wait(), came)
+        torch.testing.assert_close(second.wait(), came.sum(0))
 
 
 def mail(rank, size):

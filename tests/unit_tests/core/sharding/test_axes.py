@@ -1,0 +1,324 @@
+"""Everything about a parameter follows from its mesh: a toy model of dense and expert parameters on any layout equals
+one rank in gradients, their norm, clipping, ZeRO-1 state, weights, and through a checkpoint of another layout.
+
+Experts are split over ``ep`` and ``etp``; every rank routes its own tokens, the ranks of ``etp_ep`` gather all of
+theirs, and each computes its share of every expert that it holds.
+
+Legend: t tokens, h hidden, f feed-forward, e experts.
+"""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import load, save
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    TorchFullyShardedDataParallel,
+    check_replicas,
+    finalize_model_grads,
+)
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import optimizer as optimizer_module
+from megatron.core.sharding.placement import Normal, Ones, Replicate, Shard, initialize_parameters, parameter
+from megatron.core.sharding.sharded_tensor import module_tensors
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+TOKENS, HIDDEN, FFN, EXPERTS, STEPS = 32, 5, 8, 4, 3
+
+
+class Dense(nn.Module):
+    """Column and row split over tp; each rank has its own positions between them (sequence parallelism)."""
+
+    def __init__(self, groups):
+        super().__init__()
+        made = {"groups": groups, "dtype": torch.float64}
+        self.tp = groups.tp
+        self.scale = parameter((HIDDEN,), init=Ones(), partial=("tp",), **made)
+        self.up = parameter((FFN, HIDDEN), init=Normal(0.6), mesh={"tp": Shard(0)}, **made)
+        self.down = parameter((HIDDEN, FFN), init=Normal(0.6), mesh={"tp": Shard(1)}, **made)
+
+    def forward(self, x_th):
+        whole_th = gather_from_sequence_parallel_region(x_th * self.scale, self.tp)
+        partial_th = torch.tanh(whole_th @ self.up.T) @ self.down.T
+        return x_th + reduce_scatter_to_sequence_parallel_region(partial_th, self.tp)
+
+
+class Experts(nn.Module):
+    """Every kind of expert parameter."""
+
+    def __init__(self, groups):
+        super().__init__()
+        made = {"groups": groups, "dtype": torch.float64}
+        self.ep, self.etp = groups.ep, groups.etp
+        both = {"ep": Shard(0), "etp": Shard(1)}
+        self.up = parameter((EXPERTS, FFN, HIDDEN), init=Normal(0.6), mesh=both, ndim=2, **made)
+        self.down = parameter((EXPERTS, HIDDEN, FFN), init=Normal(0.6), mesh={"ep": Shard(0), "etp": Shard(2)}, **made)
+        self.bias = parameter((EXPERTS, HIDDEN), init=Normal(0.6), mesh={"ep": Shard(0)}, partial=("etp",), **made)
+        shared = {"ep": Replicate(), "etp": Shard(0)}
+        self.gain = parameter((FFN,), init=Ones(), mesh=shared, partial=("ep",), **made)
+
+    def forward(self, x_th, gates_te):
+        num_local = EXPERTS // self.ep.size
+        up_efh, out_th = self.up.view(num_local, -1, HIDDEN), torch.zeros_like(x_th)
+        for index in range(num_local):
+            y_th = (torch.tanh(x_th @ up_efh[index].T) * self.gain) @ self.down[index].T
+            if self.etp.is_first:
+                y_th = y_th + self.bias[index]
+            out_th = out_th + gates_te[:, self.ep.rank * num_local + index, None] * y_th
+        return out_th
+
+
+class Mixture(nn.Module):
+    """All experts for all tokens, weighted by a dense router."""
+
+    def __init__(self, groups):
+        super().__init__()
+        self.group = groups.etp_ep
+        self.router = parameter(
+            (EXPERTS, HIDDEN), init=Normal(0.6), partial=("tp",), groups=groups, dtype=torch.float64
+        )  # fmt: skip
+        self.experts = Experts(groups)
+
+    def forward(self, x_th):
+        gates_te = torch.softmax(x_th @ self.router.T, dim=-1)
+        everyone = gather_from_sequence_parallel_region(torch.cat((x_th, gates_te), dim=-1), self.group)
+        out_th = self.experts(everyone[:, :HIDDEN], everyone[:, HIDDEN:])
+        return x_th + reduce_scatter_to_sequence_parallel_region(out_th, self.group)
+
+
+class Toy(nn.Module):
+    """Two blocks with a loss each, so that pipeline ranks need no messages; the first has no expert."""
+
+    def __init__(self, groups):
+        super().__init__()
+        kinds = {"first": Dense, "second": lambda groups: nn.Sequential(Mixture(groups), Dense(groups))}
+        per_stage = len(kinds) // groups.pp.size
+        own = list(kinds)[groups.pp.rank * per_stage :][:per_stage]
+        self.blocks = nn.ModuleDict({name: kinds[name](groups) for name in own})
+        initialize_parameters(self, 3, groups)
+
+    def forward(self, x_th):
+        return sum(block(x_th).square().sum(dim=-1) for block in self.blocks.values())
+
+
+def batch(step):
+    """Tokens of the whole batch and which of them count."""
+    generator = torch.Generator().manual_seed(step)
+    x_th = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    return x_th, (torch.rand(TOKENS, generator=generator) < 0.7).double()
+
+
+def own_tokens(tensor, groups):
+    """Of this data- and context-parallel rank."""
+    return tensor.chunk(groups.dp_cp.size)[groups.dp_cp.rank]
+
+
+def step_once(ddp, optimizer, step, groups, micro_batches=2):
+    x_th, mask_t = (own_tokens(each, groups) for each in batch(step))
+    optimizer.zero_grad()
+    for index, (x, mask) in enumerate(zip(x_th.chunk(micro_batches), mask_t.chunk(micro_batches))):
+        with contextlib.nullcontext() if index == micro_batches - 1 else ddp.no_sync():
+            x, mask = (each.chunk(groups.tp.size)[groups.tp.rank] for each in (x, mask))
+            ((ddp(x) * mask).sum() / TOKENS).backward()
+    counted = mask_t.sum() * float(groups.pp.is_last)
+    finalize_model_grads([ddp], counted, expected_tokens=TOKENS, groups=groups)
+
+
+def wrap(model, groups, options):
+    if options == "fsdp2":
+        return TorchFullyShardedDataParallel(DistributedDataParallelConfig(), model, model.blocks.values(), groups)
+    return DistributedDataParallel(None, DistributedDataParallelConfig(**options), model, groups=groups)
+
+
+def build(sizes, options, kind="adam"):
+    groups = parallel_state.initialize_model_parallel(**sizes)
+    ddp = wrap(Toy(groups), groups, options)
+    config = OptimizerConfig(optimizer=kind, lr=0.05, weight_decay=0.1, clip_grad=0.3, log_num_zeros_in_grad=True)
+    return groups, ddp, get_megatron_optimizer(config, [ddp], groups=groups)
+
+
+def tensors_of(ddp, optimizer, groups, state=None):
+    ddp.finish_param_sync()
+    weights = module_tensors(ddp.module, prefix="model.", groups=groups)
+    return {**weights, **optimizer.sharded_tensors(state=state)}
+
+
+def trained(rank, world, sizes, options, kind="adam", steps=STEPS, load_from=None, save_to=None, fault=None):
+    """Per step (gradients, numbers), and weights and state at the end."""
+    with faults[fault]() if fault else contextlib.nullcontext():
+        groups, ddp, optimizer = build(sizes, options, kind)
+        first = 0
+        if load_from:
+            first = STEPS
+            state = optimizer.state_dict()
+            load(tensors_of(ddp, optimizer, groups, state), load_from)
+            optimizer.load_state_dict({**state, "step": first})
+        history = []
+        for step in range(first, first + steps):
+            step_once(ddp, optimizer, step, groups)
+            gradients = pieces(optimizer.gradient_shards())
+            _, *numbers = optimizer.step()
+            history.append((gradients, [*numbers, optimizer.params_norm()]))
+        live = tensors_of(ddp, optimizer, groups)
+        if save_to:
+            save(live, save_to)
+        differing = check_replicas([ddp], groups, optimizer.replicas())
+        return history, pieces(live.values()), differing
+
+
+def pieces(shards):
+    return [(each.name, each.global_shape, each.offsets, each.local.detach().clone().numpy()) for each in shards]
+
+
+def gathered(per_rank):
+    """{name: whole tensor}; every element must come from somewhere."""
+    whole = {}
+    for name, shape, offsets, local in (each for shards in per_rank for each in shards):
+        target = whole.setdefault(name, torch.full(shape, float("nan"), dtype=torch.float64))
+        target[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape))] = torch.from_numpy(local)
+    assert not any(tensor.isnan().any() for tensor in whole.values())
+    return whole
+
+
+def sizes(tp=1, pp=1, cp=1, ep=1, etp=None, instances=1):
+    return {
+        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "context_parallel_size": cp,
+        "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp,
+        "num_distributed_optimizer_instances": instances,
+    }  # fmt: skip
+
+
+ZERO = {"use_distributed_optimizer": True, "bucket_size": 30}
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 30}
+ZERO_OVERLAP = {**ZERO, **OVERLAP, "overlap_param_gather": True}
+LAYOUTS = {
+    "dp2": (2, sizes(), {}),
+    "ep2": (2, sizes(ep=2), ZERO),
+    "ep2·dp2, overlap": (4, sizes(ep=2), OVERLAP),
+    "ep2·dp2, zero": (4, sizes(ep=2), ZERO),
+    "ep2·dp2, two instances": (4, sizes(ep=2, instances=2), ZERO_OVERLAP),
+    "ep4": (4, sizes(ep=4), {}),
+    "ep4, zero": (4, sizes(ep=4), ZERO_OVERLAP),
+    "tp2·ep2": (4, sizes(tp=2, ep=2), {}),
+    "tp2·ep2, zero": (4, sizes(tp=2, ep=2), ZERO_OVERLAP),
+    "tp2·ep2·etp1": (4, sizes(tp=2, ep=2, etp=1), ZERO_OVERLAP),
+    "tp2·ep4·etp1": (4, sizes(tp=2, ep=4, etp=1), ZERO),
+    "tp2·etp1": (4, sizes(tp=2, etp=1), ZERO_OVERLAP),
+    "etp2·ep2": (4, sizes(etp=2, ep=2), ZERO_OVERLAP),
+    "etp2": (4, sizes(etp=2), ZERO_OVERLAP),
+    "etp2, two instances": (4, sizes(etp=2, instances=2), ZERO),
+    "cp2·ep2": (4, sizes(cp=2, ep=2), ZERO),
+    "pp2·ep2": (4, sizes(pp=2, ep=2), ZERO_OVERLAP),
+    "pp2·ep2, plain": (4, sizes(pp=2, ep=2), {}),
+    "fsdp2": (2, sizes(), "fsdp2"),
+    "ep2·dp2, fsdp2": (4, sizes(ep=2), "fsdp2"),
+    "ep2, fsdp2": (2, sizes(ep=2), "fsdp2"),
+}  # fmt: skip
+
+
+def close(found, expected, what):
+    assert found.keys() == expected.keys(), what
+    for name, tensor in expected.items():
+        assert torch.allclose(found[name], tensor, rtol=1e-10, atol=1e-13), (what, name)
+
+
+def compare(results, expected):
+    """Every rank's history and state against those of one rank."""
+    history, state, _ = expected
+    for step, (gradients, numbers) in enumerate(history):
+        close(gathered([each[0][step][0] for each in results]), gathered([gradients]), f"gradients of step {step}")
+        for each in results:
+            assert each[0][step][1] == pytest.approx(numbers, rel=1e-10), f"norm, zeros, weights of step {step}"
+    close(gathered([each[1] for each in results]), gathered([state]), "state")
+    assert not any(each[2] for each in results), "copies differ"
+
+
+@pytest.fixture(scope="module")
+def one_rank(gloo_pool, tmp_path_factory):
+    """By kind: what one rank finds, and its checkpoint after as many steps."""
+    found = {}
+    for kind in ("adam", "sgd"):
+        folder = str(tmp_path_factory.mktemp(kind) / "checkpoint")
+        [expected] = gloo_pool.run(trained, 1, sizes(), {}, kind, STEPS, None, folder)
+        [further] = gloo_pool.run(trained, 1, sizes(), {}, kind, STEPS, folder)
+        found[kind] = expected, further, folder
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_equals_one_rank(gloo_pool, one_rank, name):
+    for kind in ("adam", "sgd"):
+        expected, _, _ = one_rank[kind]
+        compare(gloo_pool.run(trained, *LAYOUTS[name], kind), expected)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("one rank", "tp2·ep2, zero"), ("ep4, zero", "etp2·ep2"), ("etp2·ep2", "pp2·ep2"),
+     ("pp2·ep2", "ep2·dp2, two instances"), ("tp2·ep2·etp1", "one rank"), ("ep2·dp2, fsdp2", "ep4")],
+)  # fmt: skip
+def test_a_checkpoint_of_one_layout_goes_on_on_another(gloo_pool, one_rank, tmp_path, saved, loaded):
+    layouts = {**LAYOUTS, "one rank": (1, sizes(), {})}
+    _, further, _ = one_rank["adam"]
+    folder = str(tmp_path / "checkpoint")
+    gloo_pool.run(trained, *layouts[saved], "adam", STEPS, None, folder)
+    compare(gloo_pool.run(trained, *layouts[loaded], "adam", STEPS, folder), further)
+
+
+# ---- faults, each of which some layout must find
+
+
+def experts_reduced_like_dense(module="process_groups"):
+    """Gradients of experts are summed over the ranks of dense parameters."""
+    return mock.patch.object(ProcessGroups, "expert", property(lambda self: self.dense))
+
+
+def experts_not_in_the_norm():
+    """The gradient norm is that of the dense parameters."""
+    return mock.patch.object(ProcessGroups, "data_parallel", property(lambda self: (self.dense,)))
+
+
+def experts_reduced_over_the_model():
+    """Gradients of experts are summed over the ranks that hold other experts."""
+    correct = ProcessGroups.expert.fget
+    wrong = property(lambda self: correct(self)._replace(reduce=self.ep, shard=self.ep))
+    return mock.patch.object(ProcessGroups, "expert", wrong)
+
+
+def replicated_experts_counted_everywhere():
+    """Every rank counts its expert parameters, copies too."""
+    correct = optimizer_module.is_counted_here
+    return mock.patch.object(
+        optimizer_module, "is_counted_here", lambda spec, groups: spec.is_expert or correct(spec, groups)
+    )
+
+
+def partial_gradients_of_experts_forgotten():
+    """Nobody adds up what ranks of etp and ep hold partial sums of."""
+    def forgotten(shape, *, partial=(), **rest):
+        return parameter(shape, partial=tuple(set(partial) & {"tp"}), **rest)
+
+    return mock.patch(f"{__name__}.parameter", forgotten)
+
+
+faults = {each.__name__: each for each in (
+    experts_reduced_like_dense, experts_not_in_the_norm, experts_reduced_over_the_model,
+    replicated_experts_counted_everywhere, partial_gradients_of_experts_forgotten,
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", faults)
+@pytest.mark.parametrize("name", ["ep2·dp2, zero", "etp2·ep2", "tp2·ep2"])
+def test_a_planted_bug_is_found(gloo_pool, one_rank, fault, name):
+    with pytest.raises(AssertionError):
+        compare(gloo_pool.run(trained, *LAYOUTS[name], "adam", STEPS, None, None, fault), one_rank["adam"][0])
