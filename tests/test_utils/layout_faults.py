@@ -115,9 +115,7 @@ def dropout_by_local_position(rank):
 
     def local(self, *arguments):
         at = correct(self, *arguments)
-        return dataclasses.replace(
-            at, position_s=torch.arange(len(at.position_s)), query_position_s=torch.arange(len(at.query_position_s))
-        )
+        return dataclasses.replace(at, position_s=torch.arange(len(at.position_s)))
 
     return mock.patch.object(where, "_dropout_coordinates", local)
 

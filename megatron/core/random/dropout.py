@@ -27,8 +27,6 @@ class DropoutCoordinates:
     """Global sample counter, int64 [b]."""
     position_s: Tensor
     """Global position of each token of the residual stream on this rank, int64 [s]."""
-    query_position_s: Tensor
-    """Global position of each query of attention on this rank: more than the above under sequence parallelism."""
 
 
 class ScaleByMask(torch.autograd.Function):

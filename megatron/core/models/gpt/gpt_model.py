@@ -175,10 +175,8 @@ class GPTModel(MegatronModule):
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
         positions = zigzag.positions(length * self.groups.cp.size, self.groups.cp.rank, self.groups.cp.size, device)
-        return DropoutCoordinates(
-            self.dropout_stream, sample_index, positions.chunk(self._stream_split.size)[self._stream_split.rank],
-            positions
-        )
+        local = positions.chunk(self._stream_split.size)[self._stream_split.rank]
+        return DropoutCoordinates(self.dropout_stream, sample_index, local)
 
     def forward(
         self,

@@ -50,7 +50,7 @@ def test_the_mask_and_the_sum_are_those_of_the_formula(shape, dtype, rate, adds)
 def test_a_layer_drops_the_same_in_its_kernel_and_without(rate):
     layer, (length, batch, width) = Dropout(rate, *SITE), (4, 3, 200)
     positions = torch.arange(length, device=DEVICE) + 9
-    at = DropoutCoordinates(STREAM, torch.arange(batch, device=DEVICE) + 40, positions, positions)
+    at = DropoutCoordinates(STREAM, torch.arange(batch, device=DEVICE) + 40, positions)
     x = torch.ones(length, batch, width, device=DEVICE)
     assert torch.equal(layer._drop_in_kernel(x, at, None) != 0, layer._drop_plain(x, at, None) != 0)
 
@@ -58,7 +58,7 @@ def test_a_layer_drops_the_same_in_its_kernel_and_without(rate):
 def test_a_layer_asks_its_kernel_for_its_rate_to_the_last_of_16_bits(monkeypatch):
     monkeypatch.setattr(dropout, "dropout_add_triton", lambda x, residual, draw: draw.threshold)
     nowhere = torch.zeros(1, dtype=torch.int64)
-    at = DropoutCoordinates(STREAM, nowhere, nowhere, nowhere)
+    at = DropoutCoordinates(STREAM, nowhere, nowhere)
     for rate in (0.0, 0.1, 0.5, 0.75, 0.9):
         assert Dropout(rate, *SITE)._drop_in_kernel(nowhere, at, None) == round(rate * 65536)
 

@@ -49,7 +49,7 @@ def run(layer):
     hidden = torch.randn(LENGTH, BATCH, HIDDEN, generator=torch.Generator().manual_seed(9)).to(DEVICE).requires_grad_()
     positions = torch.arange(LENGTH, device=DEVICE)
     samples = torch.tensor([7, 1 << 40], device=DEVICE)
-    coordinates = DropoutCoordinates(DropoutStream(3), samples, positions, positions)
+    coordinates = DropoutCoordinates(DropoutStream(3), samples, positions)
     output = layer(hidden, ForwardContext(rotary_pos_emb=RotaryEmbedding(6, 1.0)(LENGTH, DEVICE), dropout=coordinates))
     output.square().sum().backward()
     return [output.detach(), hidden.grad, *(parameter.grad for parameter in layer.parameters())]

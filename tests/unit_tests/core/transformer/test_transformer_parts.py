@@ -103,22 +103,22 @@ def test_l2_norm_gives_unit_mean_squares():
     assert L2Norm(1e-9)(torch.randn(3, 8, dtype=DOUBLE)).pow(2).mean(-1).allclose(torch.ones(3, dtype=DOUBLE))
 
 
-def coordinates(samples, positions, full):
-    return DropoutCoordinates(DropoutStream(1), torch.tensor(samples), torch.tensor(positions), torch.arange(full))
+def coordinates(samples, positions):
+    return DropoutCoordinates(DropoutStream(1), torch.tensor(samples), torch.tensor(positions))
 
 
 def test_dropout_of_a_slice_is_the_slice_of_dropout():
     dropout = Dropout(0.5, "layer", 1, "x")
     x = torch.randn(6, 3, 21, dtype=DOUBLE)
-    whole = dropout(x, coordinates([3, 4, 5], list(range(6)), 6))
-    part = dropout(x[[4, 1]][:, [2]], coordinates([5], [4, 1], 6))
+    whole = dropout(x, coordinates([3, 4, 5], list(range(6))))
+    part = dropout(x[[4, 1]][:, [2]], coordinates([5], [4, 1]))
     assert torch.equal(part, whole[[4, 1]][:, [2]])
     assert torch.equal(whole[whole != 0], 2 * x[whole != 0]) and 0.3 < (whole == 0).double().mean() < 0.7
 
 
 def test_dropout_backward_uses_the_mask_of_forward():
     x = torch.randn(4, 2, 16, dtype=DOUBLE, requires_grad=True)
-    output = Dropout(0.25, "x")(x, coordinates([0, 1], list(range(4)), 4))
+    output = Dropout(0.25, "x")(x, coordinates([0, 1], list(range(4))))
     output.sum().backward()
     assert torch.equal(x.grad != 0, output != 0) and x.grad.max().item() == pytest.approx(4 / 3)
 

@@ -47,7 +47,7 @@ def tensors(heads, kv_groups, length=LENGTH, dtype=torch.float64):
 
 
 def coordinates(positions):
-    return DropoutCoordinates(DropoutStream(1), torch.tensor([5, 9]), positions, positions)
+    return DropoutCoordinates(DropoutStream(1), torch.tensor([5, 9]), positions)
 
 
 def attend(core, inputs, packed, positions):
