@@ -56,20 +56,24 @@ class Choice(NamedTuple):
 def request_of(config: TransformerConfig, layer_number: int, form: Form = "whole") -> Request:
     """What a layer (from 1) of a configuration asks for on this machine."""
     assert config.kv_channels is not None
-    on_gpu = torch.cuda.is_available()
-    usable = {4: on_gpu and flash_attn_4.is_usable()}
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,
         channels=config.kv_channels,
-        capability=torch.cuda.get_device_capability() if on_gpu else None,
+        capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         window=layer_window(config.window_size, config.window_attn_skip_freq, layer_number),
         dropout=config.attention_dropout,
         deterministic=config.deterministic_mode or torch.are_deterministic_algorithms_enabled(),
         flash_version=config.flash_attention_version,
-        flash_packages=tuple(version for version in installed_versions() if usable.get(version, True)),
+        flash_packages=tuple(each for each in installed_versions() if each != 4 or _version_4_is_usable(config)),
         form=form,
     )
+
+
+def _version_4_is_usable(config: TransformerConfig) -> bool:
+    """Tries to import it, which takes seconds, only where it may be chosen."""
+    may_be_chosen = config.attention_backend in ("auto", "flash") and not config.attention_dropout
+    return torch.cuda.is_available() and may_be_chosen and flash_attn_4.is_usable()
 
 
 def choose_kernel(request: Request) -> Choice:

@@ -50,7 +50,7 @@ def _at_keys(x: Tensor, tile: Tile) -> Tensor:
 
 def _apart(tiles: tuple[Tile, ...], x: Tensor, kernel: Kernel) -> tuple[tuple[Tile, ...], list[Segments]]:
     """Tiles for single calls, and documents for calls of a kernel that takes many of them."""
-    if not kernel.packs_documents or not tiles or tiles[0].row is None:
+    if not isinstance(kernel, FlashKernel) or not tiles or tiles[0].row is None:
         return tiles, []
     return (), [segments(group, x.shape[1], x.device) for group in group_tiles(tiles)]
 

@@ -72,9 +72,6 @@ class Request:
 class Kernel(Protocol):
     """Attention of one implementation, with everything chosen but the tensors and the mask."""
 
-    packs_documents: bool
-    """Whether many documents may go into one call (:class:`FlashKernel`)."""
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]; differentiable."""
         ...
@@ -100,8 +97,6 @@ class FlashKernel:
     values are read where the projection and the rotary embedding wrote them, and the output is dense in the order of
     the queries' dims. No dropout, whose masks would depend on the kernel.
     """
-
-    packs_documents = True
 
     def __init__(self, scale: float) -> None:
         self.scale = scale

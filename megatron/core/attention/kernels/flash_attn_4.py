@@ -60,10 +60,10 @@ def is_usable() -> bool:
 
 def supports(request: Request) -> str | None:
     """Why the package cannot serve; None where it can."""
-    if 4 not in request.flash_packages:
-        return f"the package is not installed; install it: {INSTALL[4]}"
     if request.capability is None or request.capability[0] not in (9, 10):
         return "it is for Hopper and Blackwell (sm_90, sm_100)"
+    if 4 not in request.flash_packages:
+        return f"the package is not installed; install it: {INSTALL[4]}"
     if not request.fits_flash:
         return "it takes bfloat16 or float16 and head dims that are multiples of 8 up to 256"
     by_name = request.backend != "auto" or request.flash_version is not None

@@ -27,8 +27,6 @@ class UnfusedAttention:
         softmax_in_fp32: of whole sequences; blocks are computed in fp32 anyway.
     """
 
-    packs_documents = False
-
     def __init__(self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False) -> None:
         self.scale, self.layer_scale = scale, layer_scale
         self.dropout: WeightDropout | None = None
