@@ -79,7 +79,7 @@ class CoreAttention(nn.Module):
 
     @property
     def description(self) -> str:
-        """For the log: the kernel, why, and the form where ranks share sequences."""
+        """For the log: the kernel, why, and the form of context parallelism."""
         if isinstance(self.form, WholeSequence):
             return str(self.choice)
         return f"{type(self.form).__name__} over context-parallel ranks, {self.choice}"

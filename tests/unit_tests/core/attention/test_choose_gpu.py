@@ -85,6 +85,23 @@ def test_lengths_that_cudnn_does_not_take_have_gradients_too(length, window):
     test_every_choice_equals_the_reference_in_float32(choice, 2, length)
 
 
+@pytest.mark.parametrize("groups", [HEADS, 2])
+@pytest.mark.parametrize("choice", [{}, {"attention_backend": "flash"}, {"window_size": (31, 0)}])
+def test_documents_equal_the_reference_in_one_call(choice, groups):
+    config, lengths = make_config(groups, **choice), [100, 3, 409, 0, 256, 255, 1]  # two rows
+    bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    documents = PackedSeqParams(cu_seqlens_q=bounds, max_seqlen_q=max(lengths))
+    tensors = inputs(groups)
+    exact = [x.detach().float().requires_grad_() for x in tensors]
+    reference = reference_attention(config, 1)(*exact, None, documents)
+    mixed = CoreAttention(config, 1)(*tensors, None, documents)
+    gradient = torch.randn_like(reference)
+    expected = torch.autograd.grad(reference, exact, gradient)
+    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    for one, other in zip((mixed, *found), (reference, *expected)):
+        assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
+
+
 def test_cudnn_asked_for_by_name_refuses_lengths_that_it_does_not_take():
     core = CoreAttention(make_config(HEADS, attention_backend="fused"), 1, groups=SINGLE_PROCESS)
     with pytest.raises(ValueError, match="--attention-backend fused: 192 queries and 192 keys .* multiples of 128"):
