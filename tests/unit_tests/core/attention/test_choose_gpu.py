@@ -6,6 +6,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.test_utils.reference_attention import reference_attention
