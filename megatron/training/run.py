@@ -156,7 +156,11 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(optimizer_config(cfg), model, groups=groups)
     scheduler = get_optimizer_param_scheduler(cfg, optimizer)
-    checkpointer = Checkpointer(cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer)
+    described = task.description()
+    checkpointer = Checkpointer(
+        cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
+        architecture=None if described is None else described.settings,
+    )  # fmt: skip
     state = checkpointer.load() or TrainState()
     parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))

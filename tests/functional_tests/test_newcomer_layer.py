@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.pipeline_parallel.stages import LayoutError
 from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.checkpoint.settings import check_args
 from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
@@ -186,6 +188,16 @@ def test_a_run_resumes_bit_for_bit_and_goes_on_in_any_layout(gloo_pool, dataset,
     layout = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --use-distributed-optimizer --ckpt-step 4"
     train(gloo_pool, 4, dataset, other, "--load", whole, *layout.split())
     np.testing.assert_allclose(losses(other), losses(whole)[4:], rtol=1e-11)
+
+
+def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
+    """The description names them, a script's own flags among them, in place of a list in the library."""
+    described = describe_run(settings(MIXED), VOCAB_SIZE)
+    assert {"gate_width", "ffn_hidden_size", "rotary_base"} <= set(described.settings)
+    stored, current = ({"extra": {"gate_width": width}, "explicit": []} for width in (2, 3))
+    check_args({"args": stored}, dict(stored), "here", architecture=described.settings)
+    with pytest.raises(CheckpointError, match="another architecture: gate_width is 3, the checkpoint has 2"):
+        check_args({"args": stored}, current, "here", architecture=described.settings)
 
 
 PROGRAM = """

@@ -66,7 +66,8 @@ class GatedRecurrence(nn.Module):
         kept = Saved("states and gates", 10.0 * narrow)
         scan = Op("other", "scan", traffic=16.0 * narrow, gradients=3.0 * narrow, saved=(kept,))
         ops = (gemm(into[0], config, place.seq_length), scan, gemm(out[0], config, place.seq_length))
-        return Piece("recurrence", (*into, Param("decay", (width,), {"tp": 0}, ndim=1), *out), ops)
+        params = (*into, Param("decay", (width,), {"tp": 0}, ndim=1), *out)
+        return Piece("recurrence", params, ops, settings=("gate_width",))  # a flag that a script may add
 
 
 def follows(like_sbw, packed):

@@ -16,6 +16,14 @@ from megatron.core.description.model import (
     norm,
 )
 
+SETTINGS = (
+    "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
+    "apply_query_key_layer_scaling",
+)  # fmt: skip
+"""What its weights depend on."""
+
 
 def visible_pairs(config: Config, length: int, layer_number: int) -> float:
     """Query-key pairs of one sequence, by areas: the triangle s^2 / 2, less the triangle to the left of the window."""
@@ -47,7 +55,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     head_norms: list[Param] = []
     if config.qk_layernorm and not config.qk_l2_norm:
         head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
-    return Piece("attention", (*qkv, *head_norms, *proj), tuple(ops))
+    return Piece("attention", (*qkv, *head_norms, *proj), tuple(ops), settings=SETTINGS)
 
 
 def _core(config: Config, place: LayerPlace, query: int, key_value: int) -> Op:

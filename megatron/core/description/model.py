@@ -120,6 +120,8 @@ class Piece:
     """Whether it is added to the residual stream."""
     is_known: bool = True
     """False: its module says nothing of itself."""
+    settings: tuple[str, ...] = ()
+    """Names of the settings without which its weights mean something else: a checkpoint of other ones is refused."""
 
     def under(self, prefix: str) -> Piece:
         """The same with ``prefix`` before the names of its parameters."""
@@ -167,6 +169,11 @@ class ModelDescription:
     def unknown(self) -> list[str]:
         """Pieces whose modules say nothing of themselves: counts and FLOPs are then without them."""
         return sorted({piece.name for piece in self.pieces if not piece.is_known})
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of all settings without which the weights mean something else."""
+        return tuple(dict.fromkeys(name for piece in self.pieces for name in piece.settings))
 
     @property
     def num_parameters(self) -> int:
@@ -252,6 +259,10 @@ def norm(name: str, size: int, config: Config) -> list[Param]:
     return [Param(f"{name}.{kind}", (size,), ndim=1) for kind in kinds]
 
 
+RESIDUAL_SETTINGS = (
+    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "apply_residual_connection_post_layernorm",
+)  # fmt: skip
+"""What every branch and the final norm depend on."""
 NormDescription = Callable[[str, int, Config], list[Param]]
 
 
@@ -272,4 +283,7 @@ def residual_branch(
     mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte an element
     ops = [_residual_norm(norm_name, config), *mixer.ops]
     ops[-1] = replace(ops[-1], saved=(*ops[-1].saved, mask))
-    return replace(mixer, params=(*entry, *mixer.under(f"{name}.").params), ops=tuple(ops), is_branch=True)
+    return replace(
+        mixer, params=(*entry, *mixer.under(f"{name}.").params), ops=tuple(ops), is_branch=True,
+        settings=(*RESIDUAL_SETTINGS, *mixer.settings),
+    )  # fmt: skip

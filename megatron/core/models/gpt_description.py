@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.description.model import (
+    RESIDUAL_SETTINGS,
     Config,
     LayerPlace,
     ModelDescription,
@@ -23,6 +24,9 @@ from megatron.core.description.model import (
     stream_elements,
 )
 from megatron.core.transformer.mlp_description import describe_mlp
+
+SETTINGS = ("num_layers", "position_embedding_type", "untie_embeddings_and_output_weights", *RESIDUAL_SETTINGS)
+"""What the weights around its layers depend on."""
 
 
 def describe_gpt(
@@ -81,7 +85,8 @@ def _embedding(config: Config, word: Param, positions: int) -> Piece:
     # a row is read, written and read again as a gradient, and added to a gradient of four bytes
     traffic = (3.0 * activation_bytes(config) + 2 * 4) * elements
     saved = (Saved("dropout mask", elements),) if config.hidden_dropout else ()
-    return Piece("embedding", tuple(params), (Op("embedding", "embedding", traffic=traffic, saved=saved),))
+    look_up = Op("embedding", "embedding", traffic=traffic, saved=saved)
+    return Piece("embedding", tuple(params), (look_up,), settings=SETTINGS)
 
 
 def _head(config: Config, output: Param, seq_length: int) -> Piece:

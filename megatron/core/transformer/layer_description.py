@@ -27,6 +27,7 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
             "layer", tuple(each for piece in pieces for each in piece.params),
             tuple(op for piece in pieces for op in piece.ops), is_branch=True,
             is_known=bool(pieces) and all(piece.is_known for piece in pieces),
+            settings=tuple(name for piece in pieces for name in piece.settings),
         ),
     )  # fmt: skip
 

@@ -13,6 +13,12 @@ from megatron.core.description.model import (
     linear,
 )
 
+SETTINGS = (
+    "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "quick_geglu", "activation_func_clamp_value",
+    "glu_linear_offset",
+)  # fmt: skip
+"""What its weights depend on."""
+
 
 def is_gated(config: Config) -> bool:
     """Whether the first layer puts out a gate beside the value."""
@@ -35,4 +41,4 @@ def describe_mlp(config: Config, place: LayerPlace) -> Piece:
         saved=(Saved("output of the activation", narrow, ("mlp", "mlp_act")),),
     )  # fmt: skip
     ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
-    return Piece("feed-forward", (*fc1, *fc2), ops)
+    return Piece("feed-forward", (*fc1, *fc2), ops, settings=SETTINGS)

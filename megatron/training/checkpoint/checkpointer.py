@@ -41,6 +41,7 @@ from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.random_states import rng_tensors, set_rng_state
 from megatron.training.checkpoint.schema import malformed
 from megatron.training.checkpoint.settings import (
+    ARCHITECTURE,
     apply_checkpoint_args,
     check_args,
     in_a_box,
@@ -74,8 +75,9 @@ class Checkpointer:
     def __init__(
         self, cfg: PretrainConfig, model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None, *, groups: ProcessGroups, tokenizer: Any = None,
-        fault: Fault = no_fault,
+        architecture: Sequence[str] | None = None, fault: Fault = no_fault,
     ) -> None:  # fmt: skip
+        self.architecture = ARCHITECTURE if architecture is None else architecture
         self.cfg, self.groups, self.fault = cfg, groups, fault
         self.chunks = [unwrapped(chunk) for chunk in model_chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -293,7 +295,9 @@ class Checkpointer:
             problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
             raise CheckpointError("; ".join(problems))
-        return check_args(objects, config_to_dict(cfg), found.directory, weights_only=weights_only)
+        return check_args(
+            objects, config_to_dict(cfg), found.directory, architecture=self.architecture, weights_only=weights_only
+        )
 
     def _other_precision(self, reader: CheckpointReader, found: Found) -> list[str]:
         """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""

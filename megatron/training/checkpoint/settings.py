@@ -6,13 +6,17 @@ import dataclasses
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
 from megatron.core.config.cli import FlagSpec, flags_of
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.models.gpt_description import SETTINGS as DECODER_SETTINGS
+from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.schema import is_number
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
@@ -25,15 +29,9 @@ SIZES = (
 )  # fmt: skip
 """Taken from the checkpoint only where the command line says nothing."""
 
-ARCHITECTURE = (
-    "group_query_attention", "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
-    "use_rope_scaling", "rope_scaling_factor", "add_bias_linear", "add_qkv_bias", "swiglu", "squared_relu",
-    "quick_geglu",
-    "untie_embeddings_and_output_weights", "apply_layernorm_1p", "normalization", "norm_epsilon", "qk_layernorm",
-    "qk_l2_norm", "window_size", "window_attn_skip_freq", "apply_query_key_layer_scaling",
-    "apply_residual_connection_post_layernorm", "activation_func_clamp_value",
-)  # fmt: skip
-"""What the weights mean: taken from the checkpoint by --use-checkpoint-args, and refused where it differs."""
+ARCHITECTURE = tuple(dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *MLP_SETTINGS)))
+"""What the weights of the built-in layers mean: taken from the checkpoint by --use-checkpoint-args, and refused where
+it differs. A model's own description names what its layers add."""
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
 LAYOUT = (
@@ -44,10 +42,6 @@ TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "v
 
 TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *LAYOUT, *TOKENIZER)
 
-SIZES_OF_WEIGHTS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-)  # fmt: skip
-MUST_MATCH = (*SIZES_OF_WEIGHTS, *ARCHITECTURE)
 DATA_STREAM = (
     "seed", "seq_length", "split", "data_path", "train_data_path", "valid_data_path", "test_data_path",
     "data_args_path", "per_split_data_args_path", "mock_data", "dataloader_type", "reset_position_ids",
@@ -116,7 +110,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     known = {field.name for field in dataclasses.fields(cfg)}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
-    names += [*ARCHITECTURE, *ALSO_TAKEN]
+    names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
     names += TOKENIZER if cfg.use_tokenizer_model_from_checkpoint_args else ()
     changes = {n: stored[n] for n in names if n in known and n in stored and stored[n] != getattr(cfg, n)}
@@ -131,7 +125,8 @@ def software_versions() -> dict[str, str]:
 
 
 def check_args(
-    objects: dict[str, Any], current: dict[str, Any], where: str, *, weights_only: bool = False
+    objects: dict[str, Any], current: dict[str, Any], where: str, *, architecture: Sequence[str] = ARCHITECTURE,
+    weights_only: bool = False,
 ) -> list[str]:  # fmt: skip
     """Refuse another architecture and forgotten flags, listing every difference; log all other differences.
 
@@ -142,14 +137,15 @@ def check_args(
         objects: the checkpoint's, checked by ``checkpoint_schema``.
         current: this run's settings, as plain JSON values.
         where: names the checkpoint in messages.
+        architecture: names of the settings that say what the weights mean, a script's own flags among them.
         weights_only: --finetune and the like.
 
     Returns:
         The differences that change which samples come next, or what is computed from them, one line each.
     """
-    stored = objects["args"]
+    stored, current = _with_own_flags(objects["args"]), _with_own_flags(current)
     differing = {name for name in stored.keys() & current.keys() - UNREPORTED if stored[name] != current[name]}
-    refused = [name for name in (SIZES_OF_WEIGHTS if weights_only else MUST_MATCH) if name in differing]
+    refused = [name for name in architecture if name in differing and (name in SIZES or not weights_only)]
     if refused:
         listed = "; ".join(f"{name} is {current[name]!r}, the checkpoint has {stored[name]!r}" for name in refused)
         raise CheckpointError(
@@ -168,6 +164,11 @@ def check_args(
         *(f"software: {name} was {versions[name]}, is {ours[name]}" for name in ours
           if name in versions and versions[name] != ours[name]),
     ]  # fmt: skip
+
+
+def _with_own_flags(args: dict[str, Any]) -> dict[str, Any]:
+    own = args.get("extra")
+    return {**own, **args} if isinstance(own, dict) else args
 
 
 def _refuse_forgotten(stored: dict[str, Any], current: dict[str, Any], differing: set[str], where: str) -> None:
