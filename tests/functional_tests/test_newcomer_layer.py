@@ -105,6 +105,15 @@ def test_the_dry_run_knows_its_parameters_memory_and_stages():
     assert "pipeline rank 1            attention and feed-forward of layer 3 + layer 4 + loss" in report
 
 
+def test_layers_without_a_description_train_and_are_not_counted(gloo_pool):
+    flags = f"{DROPOUT} --num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"
+    cfg = dataclasses.replace(settings(f"{flags} --pipeline-model-parallel-size 2", 2), vocab_size=VOCAB_SIZE)
+    assert "without recurrence, which has no describe(config, place)" in dry_run_report(cfg)
+    assert [stage.num_layers for stage in stages_of(cfg, VOCAB_SIZE)] == [1, 2]
+    ranks = gloo_pool.run(weights_of, 2, Layout(flags, PP2, 2).argv)
+    assert ranks[1][1] > ranks[0][1] > 0
+
+
 def test_stages_are_balanced_by_what_its_branches_cost():
     """The recurrence, at this width a third of a decoder layer on top, makes the third layer the longest."""
     described = describe_run(settings(MIXED), VOCAB_SIZE)

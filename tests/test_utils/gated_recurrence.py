@@ -90,3 +90,17 @@ def mixed_layers(config):
         branches = [(attention, mlp), (recurrence, mlp), (recurrence, attention, mlp)][index % 3]
         kinds.append(ModuleSpec(TransformerLayer, submodules=branches))
     return TransformerBlockSubmodules(kinds, backend.norm)
+
+
+class Undescribed(GatedRecurrence):
+    """The same, which says nothing of itself."""
+
+    describe = None
+
+
+def undescribed_layers(config):
+    """Of one branch each."""
+    backend = get_backend("local")
+    slots = Slots(backend.column_parallel_linear, backend.row_parallel_linear)
+    branch = BranchSpec("recurrence", ModuleSpec(Undescribed, submodules=slots), backend.norm)
+    return ModuleSpec(TransformerLayer, submodules=[branch])

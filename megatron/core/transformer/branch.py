@@ -80,10 +80,12 @@ class Branch:
         normed = self.norm(hidden)
         return Stream(hidden, normed if self._normed_is_residual else hidden, normed)
 
-    def add_and_enter(self, residual: Tensor, output: Tensor) -> Stream:
-        """The norm of residual + output, in one pass over memory."""
-        hidden, normed = self.norm(residual, output)
-        return Stream(hidden, hidden, normed)
+    def enter_behind(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
+        """The same, where the neighbour's output is not yet added: in one pass over memory if nothing is in between."""
+        if self._norm_adds and isinstance(before.dropout, NoDropout):
+            hidden, normed = self.norm(residual, output)
+            return Stream(hidden, hidden, normed)
+        return self.enter(before.add(residual, output, ctx))
 
     def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
         """The mixer's output."""
@@ -95,17 +97,6 @@ class Branch:
     def add(self, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Tensor:
         """The stream behind the branch."""
         return self.dropout(output, ctx.dropout, residual)
-
-    def segments(self, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
-        """The whole branch."""
-        stream = self.enter(x)
-        return self.add(stream.residual, (yield from self.mix(stream, ctx)), ctx)
-
-    def join(self, following: Branch) -> Callable[[Tensor, Tensor, ForwardContext], Stream]:
-        """How this branch's output gets from here to behind the norm of its neighbour."""
-        if isinstance(self.dropout, NoDropout) and following._norm_adds:
-            return lambda residual, output, ctx: following.add_and_enter(residual, output)
-        return lambda residual, output, ctx: following.enter(self.add(residual, output, ctx))
 
     @property
     def overlaps(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.transformer.branch import Branch
@@ -69,9 +70,10 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)
+        if len({each.name for each in specs}) < len(specs):
+            raise UserError(f"branches {[each.name for each in specs]}: parameters are called by these names, one each")
         held = specs if branches is None else specs[branches.start : branches.stop]
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
-        self._joins = [branch.join(following) for branch, following in zip(self.branches, self.branches[1:])]
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
@@ -79,8 +81,9 @@ class TransformerLayer(nn.Module):
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """The same, stopping where a collective may be under way (``overlap.py``)."""
         stream = self.branches[0].enter(hidden_states)
-        for branch, join in zip(self.branches, self._joins):
-            stream = join(stream.residual, (yield from branch.mix(stream, ctx)), ctx)
+        for branch, following in zip(self.branches, self.branches[1:]):
+            output = yield from branch.mix(stream, ctx)
+            stream = following.enter_behind(branch, stream.residual, output, ctx)
         last = self.branches[-1]
         return last.add(stream.residual, (yield from last.mix(stream, ctx)), ctx)
 

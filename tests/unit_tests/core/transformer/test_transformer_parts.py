@@ -1,5 +1,9 @@
 """Masks, windows, norms, dropout and specs."""
 
+import copy
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -139,6 +143,29 @@ def test_specs_pass_parameters_and_submodules():
     built = build_module(ModuleSpec(make, {"a": 1}, submodules="s"), 2, b=3)
     assert built == ((2,), {"a": 1, "b": 3, "submodules": "s"})
     assert build_module(make, 2, b=3) == ((2,), {"b": 3})
+
+
+def test_a_copy_of_a_layer_computes_with_its_own_weights():
+    config = make_config(attention_dropout=0.0, init_method_std=1.0)
+    layer = build_module(get_gpt_layer_local_spec(), config, layer_number=1)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    twin, x = copy.deepcopy(layer), torch.randn(5, 2, 24, dtype=DOUBLE)
+    assert torch.equal(twin(x), layer(x)) and torch.equal(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    for parameter in twin.parameters():
+        torch.nn.init.zeros_(parameter)
+    assert torch.equal(twin(x), x) and not torch.equal(layer(x), x)
+
+
+def test_branches_of_one_name_are_refused():
+    (attention, mlp), config = get_gpt_layer_local_spec().submodules.branches, make_config()
+    with pytest.raises(ValueError, match="parameters are called by these names, one each"):
+        TransformerLayer(config, [mlp, attention, mlp])
+    other = replace(mlp, name="mlp_before", norm_name="", site="")
+    assert [name for name, _ in TransformerLayer(config, [other, attention, mlp]).named_children()] == [
+        "pre_mlp_before_layernorm", "mlp_before", "mlp_before_dropout", "input_layernorm", "self_attention",
+        "attention_dropout", "pre_mlp_layernorm", "mlp", "mlp_dropout",
+    ]  # fmt: skip
 
 
 def test_only_layers_that_run_nothing_but_their_branches_are_cut():
