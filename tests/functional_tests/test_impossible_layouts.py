@@ -92,5 +92,5 @@ def test_what_is_accepted_can_be_laid_out():
         tp, cp, pp = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.pipeline_model_parallel_size
         assert RankGrid.from_world(world_size, tp=tp, cp=cp, pp=pp).dp == cfg.data_parallel_size
         stages = stages_of(cfg, VOCAB_SIZE)
-        assert [half for stage in stages for half in stage.half_layers] == list(range(2 * cfg.num_layers))
+        assert [branch for stage in stages for branch in stage.branches] == list(range(2 * cfg.num_layers))
     assert accepted > 30

@@ -74,6 +74,7 @@ def dropped_share(rate):
 
 ROWS = [
     row("--num-layers 3", gives(modules("TransformerLayer"), 3)),
+    row("--spec tests.test_utils.gated_recurrence mixed_layers", gives(modules("GatedRecurrence"), 1)),
     row("--encoder-num-layers 3", gives(modules("TransformerLayer"), 3), drop="--num-layers"),
     row("--hidden-size 64", gives(shape(FC1 + ".weight"), (256, 64)), gives(shape(EMBEDDING), (64, 64))),
     row("--num-attention-heads 2", gives(shape(QKV + ".weight"), (2, 48, 32)), changes("losses")),
