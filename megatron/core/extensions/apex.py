@@ -1,13 +1,13 @@
-"""Kernels of NVIDIA apex (github.com/NVIDIA/apex) in three slots of ours. Nothing else imports that package, and this
-module imports it only where a class below is built; it is torch-free until then.
+"""Kernels of NVIDIA apex (github.com/NVIDIA/apex) in three slots, for runs that must go on with the kernels that they
+began with. **This file has never met the real package**: it is written after apex's sources and tested against a
+stand-in with the same call signatures, which proves that reading and not the package (``test_apex_gpu.py`` runs where
+it is installed). Nothing else imports apex, and nothing here does before a class below is built.
 
     wgrad   weight gradients added into ``main_grad`` by the product     fused_weight_gradient_mlp_cuda
     norm    LayerNorm and RMSNorm                                        apex.normalization, fused_layer_norm_cuda
     adam    the update of Adam                                           amp_C, through apex.multi_tensor_apply
 
-For runs that must go on with the kernels that they began with. Formulas and state are those of the built-in forms; only
-the order of roundings differs. The residual stream, the places of gradients and the formats of weights and moments stay
-ours. apex.contrib is not used.
+Formulas and state are those of the built-in forms; only the order of roundings differs. apex.contrib is not used.
 
 Legend: t tokens, o output features, i input features.
 """

@@ -69,33 +69,27 @@ def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
 
 
-def apex_can_run(cfg: PretrainConfig) -> Problems:
+def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
     """A dry run asks about flags, not about the machine it runs on."""
-    if not cfg.apex_parts or cfg.dry_run:
+    parts = list(dict.fromkeys(cfg.apex_parts))
+    clashes = [
+        ("wgrad", not cfg.gradient_accumulation_fusion,
+         "adds into the main gradient, which --no-gradient-accumulation-fusion forbids"),
+        ("wgrad", cfg.use_torch_fsdp2, "adds into the main gradient, which weights do not have with --use-torch-fsdp2"),
+        ("norm", cfg.transformer_impl == ENGINE, f"is for built-in layers, not for {_impl(cfg)}"),
+        ("adam", cfg.optimizer != "adam", f"is not what --optimizer {cfg.optimizer} asks for"),
+    ]  # fmt: skip
+    for part, clash, reason in clashes:
+        if part in parts and clash:
+            yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
+    if parts and cfg.fp64:
+        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "leave it out")
+    if not parts or cfg.dry_run:
         return
-    reasons = [reason for part in cfg.apex_parts if (reason := what_is_missing(part))]
-    if reasons:
-        yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(reasons)), f"{INSTALL_APEX}, or leave it out")
+    if missing := [reason for part in parts if (reason := what_is_missing(part))]:
+        yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or leave it out")
     if not gpu_present():
         yield problem(cfg, "apex_parts", "computes on NVIDIA GPUs only, and there is none", "leave it out")
-
-
-def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
-    reasons = {
-        "wgrad": {
-            "adds into the main gradient, which --no-gradient-accumulation-fusion forbids":
-                not cfg.gradient_accumulation_fusion,
-            "adds into the main gradient, which weights do not have with --use-torch-fsdp2": cfg.use_torch_fsdp2,
-        },
-        "norm": {f"is for built-in layers, not for {_impl(cfg)}": cfg.transformer_impl == ENGINE},
-        "adam": {f"is not what --optimizer {cfg.optimizer} asks for": cfg.optimizer != "adam"},
-    }  # fmt: skip
-    for part in dict.fromkeys(cfg.apex_parts):
-        for reason, applies in reasons[part].items():
-            if applies:
-                yield problem(cfg, "apex_parts", f"{part} {reason}", "leave one of the two out")
-    if cfg.apex_parts and cfg.fp64:
-        yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "leave it out")
 
 
 def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
@@ -126,6 +120,5 @@ RULES: tuple[Rule, ...] = (
     transformer_engine_can_run,
     flash_attention_can_run,
     cudnn_takes_the_sequence,
-    apex_can_run,
     apex_parts_have_their_place,
 )
