@@ -120,21 +120,20 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
             *parts.hooks,
             *hooks,
         ]
-        for hook in parts.hooks:
-            hook.on_train_start(info)
+        trainer = Trainer(cfg, parts, exits)
+        trainer.hooks.on_train_start(info)
         try:
-            return _train_and_evaluate(cfg, parts, exits)
+            return _train_and_evaluate(trainer)
         except BaseException as error:
             watchdog.failed(error)
             raise
         finally:
-            for hook in parts.hooks:
-                hook.on_train_end(parts.state)
+            trainer.hooks.on_train_end(parts.state)
             parts.checkpointer.close()
 
 
-def _train_and_evaluate(cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> int:
-    trainer = Trainer(cfg, parts, exits)
+def _train_and_evaluate(trainer: Trainer) -> int:
+    cfg, parts, exits = trainer.cfg, trainer.parts, trainer.exits
     code = 0
     if not cfg.skip_train:
         reason = trainer.train()

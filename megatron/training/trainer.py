@@ -27,6 +27,7 @@ from megatron.training.exits.conditions import (
     is_log_iteration,
     is_save_iteration,
 )
+from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite
@@ -41,6 +42,7 @@ class Trainer:
     def __init__(self, cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> None:
         self.cfg, self.parts, self.exits = cfg, parts, exits
         self.state, self.timers = parts.state, parts.task.timers
+        self.hooks = Hooks(cfg.log_interval, parts.hooks)
         self.last_mark = time.perf_counter()
         self.evaluator = Evaluator(cfg, parts.task, parts.model, parts.groups)
         self.device = training_device()
@@ -62,8 +64,7 @@ class Trainer:
             metrics = self.train_step()
             if is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
-            for hook in self.parts.hooks:
-                hook.on_step(self.state, metrics)
+            self.hooks.on_step(self.state, metrics)
             if is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
                 self.evaluate()
             reason = self.exits.check(self.state)
@@ -193,8 +194,7 @@ class Trainer:
             results = self.evaluator.evaluate(sets, name, final)
         if name == "validation":
             self.last_validation = self.state.iteration, results
-        for hook in self.parts.hooks:
-            hook.on_evaluate(self.state, results)
+        self.hooks.on_evaluate(self.state, results)
         self.restart_timer()
 
     def _known_results(self, name: str, final: bool) -> list[EvalResult] | None:
@@ -211,11 +211,9 @@ class Trainer:
         self.read_checks()
         if self.cfg.save is None:
             return
-        for hook in self.parts.hooks:
-            hook.on_save(self.state)
+        self.hooks.on_save(self.state)
         if self.parts.checkpointer.save(self.state):
-            for hook in self.parts.hooks:
-                hook.on_saved(self.state)
+            self.hooks.on_saved(self.state)
         self.restart_timer()
 
     def unsaved(self) -> ExitReason | None:

@@ -37,15 +37,15 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     hooks: list[Hook] = []
     if run.is_log_rank:
         if files:
-            hooks.append(MetricsRecorder(files[0], cfg.log_interval, trains=not cfg.skip_train))
-        hooks.append(ConsoleHook(cfg.log_interval, clock.throughput if cfg.log_throughput else None))
+            hooks.append(MetricsRecorder(files[0], trains=not cfg.skip_train))
+        hooks.append(ConsoleHook(clock.throughput if cfg.log_throughput else None))
     if run.device == "cuda" and run.data_parallel_rank == 0:
         hooks.append(MemoryHook(cfg.log_memory_interval))
     if cfg.timing_log_level > 0:
-        hooks.append(TimersHook(timers, cfg.log_interval))
+        hooks.append(TimersHook(timers))
     if run.is_log_rank:
         if files:
-            hooks.append(TimingRecorder(files[1], cfg.log_interval, clock, trains=not cfg.skip_train))
+            hooks.append(TimingRecorder(files[1], clock, trains=not cfg.skip_train))
         hooks += sinks(cfg, run, clock, files)
     if cfg.log_progress and run.rank == 0:
         if cfg.save is None:
@@ -72,7 +72,6 @@ def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFi
             {"log_dir": cfg.tensorboard_dir, "max_queue": cfg.tensorboard_queue_size},
             tags,
             clock,
-            log_interval=cfg.log_interval,
             point_interval=cfg.tensorboard_log_interval,
             history=files,
         )
@@ -82,9 +81,7 @@ def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFi
             raise UserError("--wandb-project needs --wandb-exp-name, the name of the run")
         from megatron.training.hooks.wandb_ import WandbHook
 
-        wandb = WandbHook(
-            wandb_options(cfg), tags, clock, log_interval=cfg.log_interval, point_interval=cfg.tensorboard_log_interval
-        )
+        wandb = WandbHook(wandb_options(cfg), tags, clock, point_interval=cfg.tensorboard_log_interval)
         hooks.append(Guarded(wandb, f"--wandb-project {cfg.wandb_project}"))
     return hooks
 

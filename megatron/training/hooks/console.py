@@ -15,7 +15,7 @@ from typing import TextIO
 
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.interval import Interval, IntervalSummary
+from megatron.training.hooks.interval import IntervalSummary
 from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.observe.throughput import Throughput, cuda_memory_megabytes
 from megatron.training.train_state import TrainState
@@ -128,10 +128,9 @@ class RemainingTime:
 class ConsoleHook(Hook):
     """Prints the iteration line at log points and the evaluation lines. Belongs on the last rank."""
 
-    def __init__(
-        self, log_interval: int, throughput: Throughput | None = None, clock: Callable[[], float] = time.monotonic
-    ):
-        self.interval = Interval(log_interval)
+    reads_metrics = True
+
+    def __init__(self, throughput: Throughput | None = None, clock: Callable[[], float] = time.monotonic):
         self.throughput = throughput
         self.remaining = RemainingTime(clock)
         self.lines = stdout_logger()
@@ -139,12 +138,8 @@ class ConsoleHook(Hook):
 
     def on_train_start(self, run: RunInfo) -> None:
         self.train_iters = run.train_iters
-        self.interval.start(run.state)
 
-    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        summary = self.interval.add(state, metrics)
-        if summary is None:
-            return
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
         now = datetime.now()
         if self.throughput is None:
             self.lines.info(training_line(summary, self.train_iters, None, now))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.training.hooks.base import Hook, RunInfo
+from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
 
@@ -17,12 +18,19 @@ class Guarded(Hook):
     def __init__(self, hook: Hook, flag: str):
         self.hook, self.flag = hook, flag
         self.failed = False
+        self.reads_metrics = hook.reads_metrics
 
     def on_train_start(self, run: RunInfo) -> None:
         self._call(self.hook.on_train_start, run)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
         self._call(self.hook.on_step, state, metrics)
+
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        self._call(self.hook.on_steps, steps)
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        self._call(self.hook.on_log, state, summary)
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         self._call(self.hook.on_evaluate, state, results)

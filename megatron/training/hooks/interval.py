@@ -1,4 +1,4 @@
-"""Sums over a log interval, shared by all sinks: when to log, what the losses were since, how long it took."""
+"""Sums over a log interval: when to log, what the losses were since, how long it took."""
 
 from dataclasses import dataclass, field
 
@@ -59,31 +59,32 @@ class Interval:
 
     log_interval: int
     steps: list[Step] = field(default_factory=list)
+    _num_shown: int = 0
     _first_iteration: int = 1
     _flops: float = 0.0
 
     def start(self, state: TrainState) -> None:
         """Begin at the counters of ``state``."""
-        self.steps.clear()
+        self.steps, self._num_shown = [], 0
         self._first_iteration = state.iteration + 1
         self._flops = state.floating_point_operations
 
-    def add(self, state: TrainState, metrics: StepMetrics) -> IntervalSummary | None:
-        """Take one iteration; the summary if it is a log point, and then the next interval begins."""
+    def add(self, state: TrainState, metrics: StepMetrics) -> bool:
+        """Take one iteration; whether it is a log point."""
         self.steps.append(Step(state.iteration, state.consumed_train_samples, metrics))
-        if is_log_iteration(self.log_interval, state.iteration, self._first_iteration):
-            return self.close(state)
-        return None
+        return is_log_iteration(self.log_interval, state.iteration, self._first_iteration)
 
-    def read(self) -> list[Step]:
-        """The iterations collected so far, values read, without beginning another interval."""
-        materialize(step.metrics for step in self.steps)
-        return [step for step in self.steps if not step.metrics.invalid]
+    def unseen(self) -> list[Step]:
+        """The iterations that this method has not returned before, values read."""
+        steps = self.steps[self._num_shown :]
+        self._num_shown = len(self.steps)
+        materialize(step.metrics for step in steps)
+        return [step for step in steps if not step.metrics.invalid]
 
     def close(self, state: TrainState) -> IntervalSummary | None:
-        """The summary of what was collected, None if that is nothing."""
-        steps = self.read()
-        self.steps = []
+        """The summary of what was collected and seen, None if that is nothing; the next interval begins."""
+        steps = [step for step in self.steps if not step.metrics.invalid]
+        self.steps, self._num_shown = [], 0
         if not steps:
             return None
         flops = state.floating_point_operations - self._flops

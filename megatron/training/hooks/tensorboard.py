@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.core.config.errors import UserError
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.interval import Interval, Step
+from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock
 from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, from_record, read_metrics
@@ -23,13 +23,14 @@ except ImportError as error:
 class TensorBoardHook(Hook):
     """Points of each iteration (every ``point_interval``), written at log points: no device sync per step."""
 
+    reads_metrics = True
+
     def __init__(
         self,
         writer_options: Mapping[str, object],
         tags: Tags,
         clock: Clock,
         *,
-        log_interval: int,
         point_interval: int = 1,
         history: Sequence[MetricsFile] = (),
     ):
@@ -38,11 +39,9 @@ class TensorBoardHook(Hook):
         self.writer_options = dict(writer_options)
         self.tags, self.clock, self.history = tags, clock, history
         self.point_interval = point_interval
-        self.interval = Interval(log_interval)
         self.writer: SummaryWriter | None = None
 
     def on_train_start(self, run: RunInfo) -> None:
-        self.interval.start(run.state)
         if not any(file.num_cut for file in self.history):
             self.writer = SummaryWriter(**self.writer_options)
             return
@@ -51,11 +50,13 @@ class TensorBoardHook(Hook):
         for file in self.history:
             self._restore_points_by_samples(file.path, purge_step)
 
-    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        summary = self.interval.add(state, metrics)
-        if summary is not None:
-            self._write_steps(summary.steps)
-            self._add(self.tags.of_timing(self.clock.record(summary)), summary.iteration, summary.consumed_samples)
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if every(self.point_interval, step.iteration):
+                self._add(self.tags.of_step(step.metrics), step.iteration, step.consumed_samples)
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        self._add(self.tags.of_timing(self.clock.record(summary)), summary.iteration, summary.consumed_samples)
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         for result in results:
@@ -66,14 +67,8 @@ class TensorBoardHook(Hook):
         self._flush()
 
     def on_train_end(self, state: TrainState) -> None:
-        self._write_steps(self.interval.read())
         if self.writer is not None:
             self.writer.close()
-
-    def _write_steps(self, steps: list[Step]) -> None:
-        for step in steps:
-            if every(self.point_interval, step.iteration):
-                self._add(self.tags.of_step(step.metrics), step.iteration, step.consumed_samples)
 
     def _add(self, values: dict[str, float], iteration: int, samples: int) -> None:
         if self.writer is not None:

@@ -7,8 +7,7 @@ from typing import Any
 from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import stdout_logger
-from megatron.training.hooks.interval import Interval, IntervalSummary
-from megatron.training.observe.metrics import StepMetrics
+from megatron.training.hooks.interval import IntervalSummary
 from megatron.training.observe.throughput import Throughput, memory_bytes
 from megatron.training.train_state import TrainState
 
@@ -49,19 +48,16 @@ class TimersHook(Hook):
     Belongs on every rank, before the sinks: the gathering is collective.
     """
 
-    def __init__(self, timers: Timers, log_interval: int):
+    reads_metrics = True
+
+    def __init__(self, timers: Timers):
         self.timers = timers
-        self.interval = Interval(log_interval)
         self.prints = False
 
     def on_train_start(self, run: RunInfo) -> None:
-        self.interval.start(run.state)
         self.prints = run.is_log_rank
 
-    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        summary = self.interval.add(state, metrics)
-        if summary is None:
-            return
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
         text = self.timers.text(normalizer=len(summary.steps))
         if text is not None and self.prints:
             stdout_logger().info("%s", text)

@@ -11,10 +11,10 @@ from typing import Any
 from megatron.core.config.errors import UserError
 from megatron.training.exits.conditions import every
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.hooks.interval import Interval, Step
+from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import EvalResult
 from megatron.training.train_state import TrainState
 
 try:
@@ -30,19 +30,15 @@ logger = logging.getLogger(__name__)
 class WandbHook(Hook):
     """Rows of each iteration (every ``point_interval``), written at log points; evaluations at their iteration."""
 
-    def __init__(
-        self, init_options: dict[str, Any], tags: Tags, clock: Clock, *, log_interval: int, point_interval: int = 1
-    ):
+    reads_metrics = True
+
+    def __init__(self, init_options: dict[str, Any], tags: Tags, clock: Clock, *, point_interval: int = 1):
         """``init_options``: arguments of ``wandb.init`` (project, name, entity, dir, config)."""
         self.init_options, self.tags, self.clock = init_options, tags, clock
         self.point_interval = point_interval
-        self.interval = Interval(log_interval)
-        self.written = 0
-        """Last iteration whose row is written."""
         self.run: Any = None
 
     def on_train_start(self, run: RunInfo) -> None:
-        self.interval.start(run.state)
         Path(self.init_options["dir"]).mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(**self.init_options)
         if self.run.step > run.state.iteration:
@@ -53,25 +49,19 @@ class WandbHook(Hook):
                 run.state.iteration,
             )
 
-    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        summary = self.interval.add(state, metrics)
-        if summary is not None:
-            self._write_steps(summary.steps)
-            self.run.log(self.tags.of_timing(self.clock.record(summary)), step=summary.iteration)
+    def on_steps(self, steps: Sequence[Step]) -> None:
+        for step in steps:
+            if every(self.point_interval, step.iteration):
+                row = {**self.tags.of_step(step.metrics), "samples vs steps": step.consumed_samples}
+                self.run.log(row, step=step.iteration)
+
+    def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
+        self.run.log(self.tags.of_timing(self.clock.record(summary)), step=summary.iteration)
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
-        self._write_steps(self.interval.read())  # wandb refuses a step behind the last one: these go first
         for result in results:
             self.run.log(self.tags.of_evaluation(result), step=state.iteration)
 
     def on_train_end(self, state: TrainState) -> None:
         if self.run is not None:
-            self._write_steps(self.interval.read())
             self.run.finish()
-
-    def _write_steps(self, steps: list[Step]) -> None:
-        for step in steps:
-            if step.iteration > self.written and every(self.point_interval, step.iteration):
-                row = {**self.tags.of_step(step.metrics), "samples vs steps": step.consumed_samples}
-                self.run.log(row, step=step.iteration)
-                self.written = step.iteration

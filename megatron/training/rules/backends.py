@@ -86,7 +86,7 @@ def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "apex_parts", "is for float32 and 16-bit numbers, not for float64", "leave it out")
     if not parts or cfg.dry_run:
         return
-    if missing := [reason for part in parts if (reason := what_is_missing(part))]:
+    if missing := [lacking for part in parts if (lacking := what_is_missing(part))]:
         yield problem(cfg, "apex_parts", "; ".join(dict.fromkeys(missing)), f"{INSTALL_APEX}, or leave it out")
     if not gpu_present():
         yield problem(cfg, "apex_parts", "computes on NVIDIA GPUs only, and there is none", "leave it out")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.training.exits.conditions import every
-from megatron.training.hooks.base import RunInfo
+from megatron.training.hooks.base import Hooks, RunInfo
 from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
 
@@ -40,7 +40,8 @@ class SimulatedRun:
         return RunInfo(state=self.state_at(iteration), train_iters=self.train_iters, **self.run_info)
 
     def train(self, hooks, first, last, crash=False, metrics=step_metrics):
-        """Iterations ``first`` to ``last``; a crash skips the final calls."""
+        """Iterations ``first`` to ``last``; a crash skips the final calls. ``hooks``: as :class:`Hooks`, or a list."""
+        hooks = [hooks if isinstance(hooks, Hooks) else Hooks(1, hooks)]
         info = self.info(first - 1)
         state = info.state
         for hook in hooks:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.hooks.base import RunInfo
+from megatron.training.hooks.base import Hooks, RunInfo
 from megatron.training.hooks.console import (
     ConsoleHook,
     MemoryHook,
@@ -143,9 +143,9 @@ def lines_of(capsys):
 
 
 def test_the_first_iteration_and_every_interval_are_logged(simulated_run, capsys):
-    simulated_run(train_iters=9).train([ConsoleHook(4)], 1, 9)
+    simulated_run(train_iters=9).train(Hooks(4, [ConsoleHook()]), 1, 9)
     assert [int(re.search(r"iteration +(\d+)/ +9", line)[1]) for line in lines_of(capsys)] == [1, 4, 8]
-    simulated_run(train_iters=9).train([ConsoleHook(4)], 6, 9)  # resumed
+    simulated_run(train_iters=9).train(Hooks(4, [ConsoleHook()]), 6, 9)  # resumed
     assert [int(re.search(r"iteration +(\d+)/", line)[1]) for line in lines_of(capsys)] == [6, 8]
 
 
@@ -156,7 +156,7 @@ def test_losses_are_averaged_over_iterations_that_were_not_skipped(simulated_run
             global_batch_size=1, skipped=iteration == 3, elapsed=0.1 * iteration,
         )  # fmt: skip
 
-    simulated_run().train([ConsoleHook(5)], 1, 5, metrics=metrics)
+    simulated_run().train(Hooks(5, [ConsoleHook()]), 1, 5, metrics=metrics)
     line = lines_of(capsys)[-1]
     assert f"lm loss: {(2 + 4 + 5) / 3:.6E} |" in line
     assert "number of skipped iterations:   1 |" in line and "elapsed time per iteration (ms): 350.0 |" in line
@@ -165,7 +165,9 @@ def test_losses_are_averaged_over_iterations_that_were_not_skipped(simulated_run
 def test_an_interval_of_skipped_iterations_has_no_loss_and_nan_is_counted():
     def add(interval, iteration, **changed):
         metrics = StepMetrics(num_tokens=1, learning_rate=1.0, global_batch_size=1, **changed)
-        return interval.add(TrainState(iteration=iteration), metrics)
+        state = TrainState(iteration=iteration)
+        assert interval.add(state, metrics) and len(interval.unseen()) == 1
+        return interval.close(state)
 
     interval = Interval(2)
     interval.start(TrainState())
@@ -175,7 +177,7 @@ def test_an_interval_of_skipped_iterations_has_no_loss_and_nan_is_counted():
 
 
 def test_throughput_has_its_field_and_a_line_of_its_own(simulated_run, capsys):
-    simulated_run().train([ConsoleHook(10, Throughput(2, "NVIDIA H200"))], 1, 1)
+    simulated_run().train(Hooks(10, [ConsoleHook(Throughput(2, "NVIDIA H200"))]), 1, 1)
     first, second = capsys.readouterr().out.splitlines()
     assert "| throughput per GPU (TFLOP/s/GPU): 2.0 |" in first
     assert second == "     tokens/s: 2048.0 | tokens/s/GPU: 1024.0 | MFU: 0.2%"
@@ -183,7 +185,7 @@ def test_throughput_has_its_field_and_a_line_of_its_own(simulated_run, capsys):
 
 def test_the_time_remaining_follows_the_pace_since_the_first_log_point(simulated_run, capsys):
     clock = iter(range(0, 1000, 20))  # 20 s from log point to log point
-    simulated_run(train_iters=12).train([ConsoleHook(2, clock=lambda: next(clock))], 1, 12)
+    simulated_run(train_iters=12).train(Hooks(2, [ConsoleHook(clock=lambda: next(clock))]), 1, 12)
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "remaining" in line]
     assert [line.split(" | ")[0] for line in found] == ["     time remaining: 0:01:47", "     time remaining: 0:00:46"]
@@ -195,7 +197,7 @@ def test_lines_go_to_standard_output_once_whatever_logging_is_configured(simulat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("megatron"), "handlers", [StdoutHandler()])
         for _ in range(2):  # each console hook asks for the same handler
-            simulated_run().train([ConsoleHook(1)], 1, 1)
+            simulated_run().train(Hooks(1, [ConsoleHook()]), 1, 1)
     assert len(lines_of(capsys)) == 2
     assert sum(isinstance(handler, StdoutHandler) for handler in stdout_logger().handlers) == 1
 

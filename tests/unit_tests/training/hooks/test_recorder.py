@@ -3,6 +3,7 @@
 import pytest
 
 from megatron.core.timers import Timers
+from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.console import ConsoleHook
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.timing import Clock, TimersHook
@@ -11,7 +12,7 @@ from megatron.training.observe.throughput import Throughput
 
 
 def recorder(path, log_interval=5, trains=True):
-    return MetricsRecorder(MetricsFile(path), log_interval, trains)
+    return Hooks(log_interval, [MetricsRecorder(MetricsFile(path), trains)])
 
 
 @pytest.mark.parametrize("log_interval", [1, 4, 100])
@@ -45,7 +46,7 @@ def test_all_records_are_on_disk_before_the_checkpoint(tmp_path, simulated_run):
         def on_save(self, state):
             seen.append([record["iteration"] for record in read_metrics(path)])
 
-    simulated_run(save_interval=3).train([recorder(path, 100), Checkpoint(100)], 1, 6)
+    simulated_run(save_interval=3).train([recorder(path, 100), Checkpoint()], 1, 6)
     assert seen == [[1, 2, 3], [1, 2, 3, 4, 5, 6]]
 
 
@@ -71,7 +72,7 @@ def test_timing_has_one_record_per_log_point(tmp_path, simulated_run):
     timers = Timers(1)
     timers("optimizer", log_level=1)._elapsed = 0.5
     clock = Clock(Throughput(2, "NVIDIA H200"), timers)
-    simulated_run().train([TimersHook(timers, 5), TimingRecorder(MetricsFile(path), 5, clock)], 1, 10)
+    simulated_run().train(Hooks(5, [TimersHook(timers), TimingRecorder(MetricsFile(path), clock)]), 1, 10)
     records = list(read_metrics(path))
     assert [(record["iteration"], record["iterations"]) for record in records] == [(1, 1), (5, 4), (10, 5)]
     last = records[-1]
@@ -85,5 +86,5 @@ def test_timers_are_printed_by_the_last_rank_only(simulated_run, capsys):
     for rank in (0, 1):
         timers = Timers(1)
         timers("optimizer", log_level=1)._elapsed = 0.5
-        simulated_run(rank=rank, world_size=2).train([TimersHook(timers, 1)], 1, 1)
+        simulated_run(rank=rank, world_size=2).train([TimersHook(timers)], 1, 1)
         assert ("(min, max) time across ranks (ms):" in capsys.readouterr().out) == (rank == 1)

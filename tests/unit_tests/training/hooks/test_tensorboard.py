@@ -7,6 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from megatron.core.timers import Timers
+from megatron.training.hooks.base import Hooks
 from megatron.training.hooks.guard import Guarded
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.scalars import Tags
@@ -29,10 +30,9 @@ def hooks_of(folder, log_interval=5, point_interval=1, tags=ALL_TAGS):
     files = [MetricsFile(folder / "metrics.jsonl"), MetricsFile(folder / "timing.jsonl")]
     clock = Clock(Throughput(2, "NVIDIA H200"), Timers())
     tensorboard = TensorBoardHook(
-        {"log_dir": str(folder / "tb")}, tags, clock, log_interval=log_interval, point_interval=point_interval,
-        history=files,
-    )  # fmt: skip
-    return [MetricsRecorder(files[0], log_interval), TimingRecorder(files[1], log_interval, clock), tensorboard]
+        {"log_dir": str(folder / "tb")}, tags, clock, point_interval=point_interval, history=files
+    )
+    return Hooks(log_interval, [MetricsRecorder(files[0]), TimingRecorder(files[1], clock), tensorboard])
 
 
 def points(folder, tag):
@@ -77,7 +77,7 @@ def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, 
     run.train(hooks_of(whole), 1, 20)
     first = hooks_of(resumed)
     run.train(first, 1, crash_at, crash=crash_at > stop)
-    first[-1].writer.close()  # a process that dies flushes nothing more; its file is closed all the same
+    first.hooks[-1].writer.close()  # a process that dies flushes nothing more; its file is closed all the same
     run.train(hooks_of(resumed), stop + 1, 20)
     if tag != "iteration-time":  # has a point more: the first iteration after a resume is a log point
         assert points(resumed, tag) == points(whole, tag)
@@ -109,7 +109,7 @@ def test_timers_become_seconds():
 
 def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, caplog):
     (tmp_path / "tb").write_text("a file where the directory should be")
-    hook = hooks_of(tmp_path)[-1]
+    hook = hooks_of(tmp_path).hooks[-1]
     with caplog.at_level(logging.WARNING):
         simulated_run(eval_interval=2, save_interval=2).train([Guarded(hook, "--tensorboard-dir x")], 1, 10)
     assert len(caplog.records) == 1

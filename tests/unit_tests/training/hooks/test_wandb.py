@@ -10,6 +10,7 @@ wandb = pytest.importorskip("wandb")
 internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
 
 from megatron.core.timers import Timers  # noqa: E402
+from megatron.training.hooks.base import Hooks  # noqa: E402
 from megatron.training.hooks.scalars import Tags  # noqa: E402
 from megatron.training.hooks.timing import Clock  # noqa: E402
 from megatron.training.hooks.wandb_ import WandbHook  # noqa: E402
@@ -59,7 +60,7 @@ def offline(monkeypatch):
 def hook_in(folder, log_interval=5, **options):
     clock = Clock(Throughput(1, "CPU"), Timers())
     init = {"project": "p", "name": "n", "entity": None, "dir": str(folder), "config": {"lr": 0.1}}
-    return WandbHook(init, Tags(), clock, log_interval=log_interval, **options)
+    return Hooks(log_interval, [WandbHook(init, Tags(), clock, **options)])
 
 
 def test_every_iteration_and_every_evaluation_is_a_row_of_its_own(tmp_path, simulated_run, offline):
