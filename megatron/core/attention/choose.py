@@ -55,7 +55,6 @@ class Choice(NamedTuple):
 
 def request_of(config: TransformerConfig, layer_number: int, form: Form = "whole") -> Request:
     """What a layer (from 1) of a configuration asks for on this machine."""
-    assert config.kv_channels is not None
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,

@@ -50,7 +50,6 @@ class CoreAttention(nn.Module):
                 f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} "
                 "ranks; pass the same size to initialize_model_parallel(context_parallel_size=...)"
             )
-        assert config.kv_channels is not None
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
         self.visibility = Visibility(causal, window)

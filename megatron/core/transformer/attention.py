@@ -62,7 +62,6 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        assert heads is not None and kv_groups is not None and channels is not None
         heads_per_group = heads // kv_groups
         qkv = StackedSize((kv_groups, (heads_per_group + 2) * channels), 0, shared=2 * channels)
         shared = qkv.is_shared_over(groups.tp.size)  # then this rank has some query heads of one group

@@ -21,7 +21,6 @@ def output_weight_init(config: TransformerConfig) -> Init:
     """Initial values of linear layers that write into the residual stream."""
     if config.init_method_xavier_uniform:
         return XavierUniform()
-    assert config.num_layers is not None
     return Normal(config.init_method_std / math.sqrt(2.0 * config.num_layers))
 
 

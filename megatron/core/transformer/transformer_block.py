@@ -85,7 +85,6 @@ class TransformerBlock(nn.Module):
         groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        assert config.num_layers is not None
         specs = layer_specs(spec, config.num_layers)
         names = branch_names(specs)
         branches = branches_of_layers(range(config.num_layers), names) if branches is None else branches

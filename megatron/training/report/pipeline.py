@@ -65,7 +65,6 @@ def timeline_of(cfg: PretrainConfig, num_microbatches: int, vocab_size: int | No
 
 def microbatches_of(cfg: PretrainConfig) -> int:
     """Micro-batches of a full global batch on one pipeline."""
-    assert cfg.global_batch_size is not None and cfg.micro_batch_size is not None
     return cfg.global_batch_size // (cfg.micro_batch_size * cfg.data_parallel_size)
 
 

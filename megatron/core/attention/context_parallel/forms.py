@@ -232,7 +232,6 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
         UserError: all-to-all cannot give every rank the same number of heads.
     """
     kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
-    assert config.num_attention_heads is not None
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads
     if kind == "p2p":

@@ -22,7 +22,6 @@ class PositionEmbedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, max_sequence_length: int, groups: ProcessGroups) -> None:
         super().__init__()
-        assert config.hidden_size is not None
         self.weight = parameter(
             (max_sequence_length, config.hidden_size), init=embedding_init(config), groups=groups,
             dtype=config.params_dtype,
@@ -46,7 +45,6 @@ class LanguageModelEmbedding(nn.Module):
         groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        assert config.hidden_size is not None
         self.max_sequence_length, self.group = max_sequence_length, groups.tp
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, init_method=embedding_init(config), config=config,

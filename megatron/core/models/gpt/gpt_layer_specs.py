@@ -95,7 +95,6 @@ def get_gpt_decoder_block_spec(
 ) -> TransformerBlockSubmodules:
     """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
     _accept({*accepted} - {"qk_l2_norm"})
-    assert config.num_layers is not None
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     norms = {"qk_layernorm": config.qk_layernorm, "qk_l2_norm": config.qk_l2_norm}
     return TransformerBlockSubmodules([layer_spec(backend, **norms) for _ in range(config.num_layers)], backend.norm)

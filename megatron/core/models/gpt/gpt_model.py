@@ -135,7 +135,6 @@ class GPTModel(MegatronModule):
             config, spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
         )
         if self.post_process:
-            assert config.hidden_size is not None
             tied = self.share_embeddings_and_output_weights
             self.output_layer = VocabParallelOutput(
                 config.hidden_size, self.vocab_size, config=config,
@@ -251,7 +250,6 @@ def _rotary(
         raise UserError(f"position_embedding_type {kind!r}: GPT models take learned_absolute, rope, yarn or none")
     if kind not in ("rope", "yarn"):
         return None
-    assert config.kv_channels is not None
     return RotaryEmbedding(
         config.kv_channels, percent, rotary_base=base, interpolation=interpolation, dtype=config.params_dtype,
         scaling=yarn_scaling(config, max_sequence_length) if kind == "yarn" else llama3,
