@@ -87,7 +87,9 @@ def parse_args(
     without_effect, unavailable = absent.answers(merged)
     problems += refused + misread + extra_problems + file_problems + default_problems
     fieldless = merged.keys() - {spec.field for spec in specs}
-    extra.update({name: merged.pop(name) for name in fieldless})
+    extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
+    for name in fieldless:
+        del merged[name]
     cfg = PretrainConfig(**merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data)
     if problems or unavailable:
         raise ConfigError(problems + _further_problems(cfg, problems) + unavailable)

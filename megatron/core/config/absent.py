@@ -108,7 +108,7 @@ def settings() -> dict[str, Absent]:
 
 def _spec(row: Absent) -> FlagSpec:
     """How a row's flag is read, for the rows that are accepted at all."""
-    field = next(iter(row.settings), row.names[0][2:].replace("-", "_"))
+    field = next(iter(row.settings), row.names[0])  # a spelling alone is nobody's setting
     default = row.settings.get(field)
     nargs = None if row.nargs in ("", "1") else row.nargs
     on = next((name for name in row.names if default is True and name[2:].replace("-", "_") == field), None)

@@ -64,7 +64,8 @@ def test_a_flag_at_its_default_passes_and_another_value_is_answered(spec, caplog
         assert problems_of(text_of(spec, "77")) == [f"{spec.names[0]} 77: {row.answer} not available yet; leave it out"]
         return
     with caplog.at_level(logging.WARNING):
-        assert getattr(parse_args((TINY + text_of(spec, "77")).split()), spec.field) in (77, [77])
+        cfg = parse_args((TINY + text_of(spec, "77")).split())
+        assert spec.field not in row.settings or getattr(cfg, spec.field) in (77, [77])
     assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
 
 
@@ -95,6 +96,14 @@ def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert parse_args(f"{TINY} --yaml-cfg {path}".split()).async_save
     assert [record.message.partition(":")[0] for record in caplog.records] == ["--async-save accepted without effect"]
+
+
+def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert not parse_args(f"{TINY} --no-bias-gelu-fusion".split()).bias_gelu_fusion
+        assert not caplog.records
+        assert parse_args(f"{TINY} --bias-gelu-fusion --use-flash-attn".split()).bias_gelu_fusion
+    assert len(caplog.records) == 2
 
 
 def test_typing_mistakes_are_told_from_flags_that_are_not_there():
