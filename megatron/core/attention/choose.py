@@ -86,9 +86,10 @@ def choose_kernel(request: Request) -> Choice:
     if request.dropout:
         reason = f"--attention-dropout {request.dropout:g}: kernels would draw masks that depend on the layout"
         return Choice("unfused", reason)
-    if request.flash_version is not None:
-        return _version_asked_for(request, request.flash_version)
-    if request.capability is None:
+    if request.flash_version is not None and request.backend == "fused":
+        flag = f"--flash-attention-version {request.flash_version}"
+        raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
+    if request.capability is None and request.flash_version is None:
         return Choice("unfused" if request.blocks else "torch", request.situation)
     if request.dtype not in SIXTEEN_BIT and request.backend in ("fused", "flash"):
         raise UserError(
@@ -98,38 +99,33 @@ def choose_kernel(request: Request) -> Choice:
     return _first_that_serves(request)
 
 
-def _version_asked_for(request: Request, version: int) -> Choice:
-    flag, name = f"--flash-attention-version {version}", f"flash-attn {version}"
-    if request.backend == "fused":
-        raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
-    if name not in _SUPPORTS:
-        raise UserError(f"{flag}: there is no such version; give 2, 3 or 4")
-    if reason := _SUPPORTS[name](request):
-        raise UserError(f"{flag}: {reason} ({request.situation}); or leave the flag out")
-    return Choice(name, f"{flag}; {request.situation}")
-
-
 def _first_that_serves(request: Request) -> Choice:
+    words, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
+    if request.flash_version is not None:
+        asked, fix = f"--flash-attention-version {request.flash_version}", "leave the flag out"
+        words = [asked]
     refused: dict[str, str] = {}
     for name in _candidates(request):
         reason = _SUPPORTS[name](request)
         if reason is None:
             others = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
-            return Choice(name, "; ".join([request.situation, *others, *_remarks(name, request)]))
+            return Choice(name, "; ".join([*words, request.situation, *others, *_remarks(name, request)]))
         refused[name] = reason
-    reasons = f"{'; '.join(refused.values())} ({request.situation})"
-    raise UserError(f"--attention-backend {request.backend}: {reasons}; choose --attention-backend auto")
+    raise UserError(f"{asked}: {'; '.join(refused.values())} ({request.situation}); {fix}")
 
 
 def _candidates(request: Request) -> Iterator[str]:
     """Best first. Packages that are not installed are not spoken of."""
+    if request.flash_version is not None:
+        yield f"flash-attn {request.flash_version}"
+        return
     assert request.capability is not None
     banded = request.window is not None and not request.blocks
     if request.dtype in SIXTEEN_BIT:
         packages = {"flash": (4, 3), "auto": (4,)}.get(request.backend, ())
         yield from (f"flash-attn {version}" for version in packages if version in request.flash_packages)
         # cuDNN through SDPA would need a mask of the whole sequence for a window: s^2 memory and time
-        if not banded and (request.backend == "fused" or (request.backend == "auto" and _is_hopper(request))):
+        if not banded and (request.backend == "fused" or request.capability >= (9, 0) and request.backend == "auto"):
             yield "cudnn"
         if request.backend != "fused" or banded:
             yield "flash"
@@ -137,17 +133,13 @@ def _candidates(request: Request) -> Iterator[str]:
         yield from ("unfused",) if request.blocks else ("efficient", "math")
 
 
-def _is_hopper(request: Request) -> bool:
-    return request.capability is not None and request.capability >= (9, 0)
-
-
 def _remarks(name: str, request: Request) -> Iterator[str]:
     """What else a user should know of a choice."""
-    if name == "flash-attn 3":
+    if name == "flash-attn 3" and request.flash_version is None:
         yield "installed, and twice as fast as FlashAttention 2"
     if name != "flash-attn 4":
         return
-    if request.backend == "auto":
+    if request.backend == "auto" and request.flash_version is None:
         length, other = flash_attn_4.MEASURED_LENGTH, choose_kernel(without_version_4(request)).kernel
         yield f"from {length} tokens on, else {TITLES[other]}"
     yield "kernels are compiled in the first iteration, about 6 s each"

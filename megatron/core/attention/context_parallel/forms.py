@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.context_parallel.block_attention import BlockGradients, GradientSum, OnlineSoftmax
 from megatron.core.attention.context_parallel.exchange import gather_heads, neighbour_exchange, scatter_heads
+from megatron.core.attention.context_parallel.zigzag import Spans
 from megatron.core.attention.kernels.base import Form, Kernel
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
@@ -133,64 +134,64 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
     return result
 
 
-def _without_dense_mask(mask: Mask) -> Mask:
+def _refuse_dense(mask: Mask) -> None:
     if mask.hidden is not None:
         raise UserError(
             "attention_mask: context parallelism takes no dense masks; describe documents by "
             "packed_seq_params, windows by window_size"
         )
-    return mask
 
 
-def _for_blocks(kernel: Kernel, mask: Mask) -> Kernel:
-    if mask.dropout is None:
-        return kernel
-    assert isinstance(kernel, UnfusedAttention)
-    return kernel.dropping(mask.dropout)
-
-
+@dataclass(frozen=True)
 class WholeSequence:
     """Attention where no rank shares a sequence."""
 
-    def __init__(self, kernel: Kernel) -> None:
-        self.kernel = kernel
+    kernel: Kernel
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
         return self.kernel.attend(query, key, value, mask)
 
 
-class RingAttention:
+@dataclass(frozen=True)
+class _BlockAttention:
+    """Blocks of keys, whose partial results are merged. query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a,
+    d]."""
+
+    group: Group
+    kernel: Kernel
+
+    def _plan(self, length: int, blocks: Sequence[Spans], mask: Mask) -> _Plan:
+        """Of this rank's queries, with whole sequences of ``length``."""
+        _refuse_dense(mask)
+        queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
+        if mask.dropout is not None:
+            assert isinstance(kernel, UnfusedAttention)
+            kernel = kernel.dropping(mask.dropout)
+        merge = mask.dropout is None  # a mask of dropout goes by positions
+        tiles = (plan_tiles(queries, keys, mask.visibility, length, mask.bounds, merge) for keys in blocks)
+        return _Plan(self.group, kernel, tuple(tiles))
+
+
+class RingAttention(_BlockAttention):
     """Keys and values go round ``group``; the transfer of the next block runs beside the computation of this one."""
 
-    def __init__(self, group: Group, kernel: Kernel) -> None:
-        self.group, self.kernel = group, kernel
-
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
-        size, rank, mask = self.group.size, self.group.rank, _without_dense_mask(mask)
-        length = query.shape[0] * size
+        size, rank = self.group.size, self.group.rank
+        length = len(query) * size
         spans = [zigzag.spans(length, (rank - step) % size, size) for step in range(size)]
-        blocks = tuple(
-            plan_tiles(spans[0], keys, mask.visibility, length, mask.bounds, mask.dropout is None) for keys in spans
-        )
-        return _Ring.apply(query, key, value, _Plan(self.group, _for_blocks(self.kernel, mask), blocks))
+        return _Ring.apply(query, key, value, self._plan(length, spans, mask))
 
 
-class AllGatherAttention:
+class AllGatherAttention(_BlockAttention):
     """All keys and values on every rank, for the time of one layer's attention."""
 
-    def __init__(self, group: Group, kernel: Kernel) -> None:
-        self.group, self.kernel = group, kernel
-
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
-        """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]."""
-        length, mask = query.shape[0] * self.group.size, _without_dense_mask(mask)
-        queries = zigzag.spans(length, self.group.rank, self.group.size)
-        tiles = plan_tiles(queries, ((0, length),), mask.visibility, length, mask.bounds, mask.dropout is None)
-        return _AllGather.apply(query, key, value, _Plan(self.group, _for_blocks(self.kernel, mask), (tiles,)))
+        length = len(query) * self.group.size
+        return _AllGather.apply(query, key, value, self._plan(length, [((0, length),)], mask))
 
 
+@dataclass(frozen=True)
 class AllToAllAttention:
     """Heads for sequence over ``group``: ``inner`` sees a share of the heads and ``group.size`` times the sequence.
 
@@ -205,12 +206,12 @@ class AllToAllAttention:
     step of 32 layers took 9.11 s, over NCCL 9.03 s: nothing runs beside an exchange.
     """
 
-    def __init__(self, group: Group, inner: Attention) -> None:
-        self.group, self.inner = group, inner
+    group: Group
+    inner: Attention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
-        mask = _without_dense_mask(mask)
+        _refuse_dense(mask)
         query, key, value = scatter_heads((query, key, value), self.group)
         return gather_heads(self.inner(query, key, value, mask), self.group)
 
