@@ -40,7 +40,7 @@ class GatedRecurrence(nn.Module):
             submodules.linear_in, config.hidden_size, StackedSize((3, width), 1), init_method=weight_init(config),
             **common,
         )  # fmt: skip
-        self.decay = parameter((width,), init=Zeros(), tp=Shard(0), groups=groups, dtype=config.params_dtype)
+        self.decay = parameter((width,), init=Zeros(), mesh={"tp": Shard(0)}, groups=groups, dtype=config.params_dtype)
         self.linear_out = build_module(
             submodules.linear_out, width, config.hidden_size, init_method=output_weight_init(config), **common
         )
