@@ -32,7 +32,7 @@ def bad_value(text):
 @pytest.fixture
 def everything_installed(monkeypatch):
     monkeypatch.setattr(rules_backends, "is_installed", lambda module: True)
-    monkeypatch.setattr(rules_backends, "installed_versions", lambda: (2, 3))
+    monkeypatch.setattr(rules_backends, "installed_versions", lambda: (2, 3, 4))
     monkeypatch.setattr(rules_backends, "what_is_missing", lambda part: None)
     monkeypatch.setattr(rules_backends, "gpu_present", lambda: True)
 
@@ -176,3 +176,7 @@ def test_a_missing_apex_is_one_error_that_says_how_to_install_it(monkeypatch):
     assert "computes on NVIDIA GPUs only" in problems("--apex-parts wgrad")[0]
     assert problems("--apex-parts wgrad norm adam --dry-run") == []
     assert "must be one of wgrad, norm, adam" in bad_value("--apex-parts all")
+
+
+def test_version_4_serves_ranks_that_share_a_sequence(everything_installed):
+    assert problems("--flash-attention-version 4 --bf16 --attention-dropout 0 --context-parallel-size 2", 2) == []
