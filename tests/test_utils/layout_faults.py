@@ -219,15 +219,15 @@ def context_parallel_rank_forgets_the_others(rank):
     """Under context parallelism the loss is averaged over this rank's tokens only."""
     import torch
 
-    where = module("megatron.core.distributed.finalize_model_grads")
-    correct = where.finalize_model_grads
+    where = module("megatron.training.observe.loss_sums").LossSums
+    correct = where.all_reduce
 
-    def local_count(chunks, num_tokens=None, **arguments):
-        groups = arguments.get("groups") or module("megatron.core.parallel_state").get_process_groups()
-        scaled = num_tokens * (1.0 + 0.5 * torch.tensor(float(groups.cp.rank)))
-        return correct(chunks, scaled, **arguments)
+    def local_count(self, group):
+        cp = module("megatron.core.parallel_state").get_process_groups().cp
+        self.num_tokens = self.num_tokens * (1.0 + 0.5 * torch.tensor(float(cp.rank)))
+        return correct(self, group)
 
-    return mock.patch.object(module("megatron.training.trainer"), "finalize_model_grads", local_count)
+    return mock.patch.object(where, "all_reduce", local_count)
 
 
 def attention_gradients_of_blocks_are_off(rank):

@@ -17,7 +17,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 
 def finalize_model_grads(
     model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
-    groups: ProcessGroups | None = None, scale: bool = True, **unused: Any,
+    groups: ProcessGroups | None = None, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
     """Sum gradients over the data-parallel ranks, complete partial ones, and normalise them.
 
@@ -27,10 +27,9 @@ def finalize_model_grads(
     Args:
         model_chunks: of this rank.
         num_tokens: valid tokens of this rank's micro-batches, a scalar on the model's device, 0 on pipeline stages
-            without the loss; None leaves the sums.
+            without the loss; None leaves the sums, for a caller that gives ``mean_factor`` to the optimizer.
         expected_tokens: the constant that the micro-batch losses were divided by.
         groups: this rank's process groups; None takes those of ``parallel_state``.
-        scale: multiply here, in a pass over all gradients; else the optimizer is given ``mean_factor``.
 
     Returns:
         Valid tokens of the global batch (fp64 scalar), or None. A batch with none leaves zero gradients.
@@ -45,9 +44,8 @@ def finalize_model_grads(
     for group in (groups.dp_cp, groups.pp):
         if group.size > 1:
             dist.all_reduce(total, group=group.handle)
-    if scale:
-        for chunk in model_chunks:
-            chunk.scale_gradients(mean_factor(expected_tokens, total))
+    for chunk in model_chunks:
+        chunk.scale_gradients(mean_factor(expected_tokens, total))
     return total
 
 

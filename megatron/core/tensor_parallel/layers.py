@@ -31,9 +31,9 @@ from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.sharding.rectangles import Rectangle
+from megatron.core.tensor_parallel.autograd_handle import AutogradHandle, start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import look_up
-from megatron.core.tensor_parallel.in_flight import InFlight, start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, accumulate_product, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
@@ -126,16 +126,16 @@ class ColumnParallelLinear(nn.Module):
             self._enter = gather_from_sequence_parallel_region
         self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
 
-    def forward(self, x: Tensor | InFlight) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor | AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """``x`` may be on its way already (:meth:`gather`)."""
         fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
-        if isinstance(x, InFlight):
+        if isinstance(x, AutogradHandle):
             product = self._multiply_gathered(x.wait(), fused_bias)
         else:
             product = self._multiply(x, fused_bias)
         return self._leave(product, self.group), returned_bias
 
-    def gather(self, x: Tensor) -> InFlight:
+    def gather(self, x: Tensor) -> AutogradHandle:
         """Starts to collect the positions of all ranks, under sequence parallelism."""
         return start_all_gather(x, self.group)
 
@@ -238,9 +238,9 @@ class RowParallelLinear(nn.Module):
             return start_reduce_scatter(product, self.group), self.bias
         return self._with_bias(self._leave(product, self.group))
 
-    def finish(self, flight: InFlight) -> tuple[Tensor, Tensor | None]:
+    def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """What :meth:`forward` returns."""
-        return self._with_bias(flight.wait())
+        return self._with_bias(summing.wait())
 
     def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.skip_bias_add or self.bias is None:

@@ -27,7 +27,7 @@ from megatron.core.fusions.split_rotary import (
     choose_split_rotary,
 )
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.tensor_parallel.in_flight import InFlight
+from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
@@ -135,7 +135,7 @@ class SelfAttention(nn.Module):
         yield
         return finish(self.linear_proj, summing, ctx)
 
-    def mix(self, hidden_states: Tensor | InFlight, ctx: ForwardContext) -> Tensor:
+    def mix(self, hidden_states: Tensor | AutogradHandle, ctx: ForwardContext) -> Tensor:
         """Everything up to the output projection: [s, b, heads * d]."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import in_flight, linear
+from megatron.core.tensor_parallel import autograd_handle, linear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.overlap import alternate, drain
 from tests.test_utils.training_steps import BATCH, LENGTH, VOCAB, build
@@ -48,10 +48,10 @@ def test_collectives_leave_nothing_behind_that_only_a_garbage_collection_finds()
 
     gc.disable()
     try:
-        flight = in_flight.InFlight(torch.ones(3, requires_grad=True), None, Done, Done)
-        left = weakref.ref(flight)
-        flight.wait().sum().backward()
-        del flight
+        handle = autograd_handle.AutogradHandle(torch.ones(3, requires_grad=True), None, Done, Done)
+        left = weakref.ref(handle)
+        handle.wait().sum().backward()
+        del handle
         assert left() is None
     finally:
         gc.enable()
@@ -82,7 +82,7 @@ class _Recorder:
 
         multiply, gradient = linear.F.linear, linear._weight_gradient
         for name in ("begin_all_gather", "begin_reduce_scatter"):
-            monkeypatch.setattr(in_flight, name, recorded(getattr(in_flight, name)))
+            monkeypatch.setattr(autograd_handle, name, recorded(getattr(autograd_handle, name)))
         monkeypatch.setattr(linear, "F", SimpleNamespace(linear=product))
         monkeypatch.setattr(linear, "_weight_gradient", weight_gradient)
 
