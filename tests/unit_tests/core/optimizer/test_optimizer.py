@@ -65,6 +65,35 @@ def test_updates_and_clipping_equal_plain_torch(kind, dtype):
     assert norms[0] > 1.0, "the test must clip"
 
 
+def test_parameters_of_one_model_may_have_different_rules():
+    """Adam for matrices, SGD for vectors, clipped by one norm; and both kinds of state go through a checkpoint."""
+    ours, theirs = network(torch.float64), network(torch.float64)
+    optimizer = get_megatron_optimizer(
+        settings(weight_decay=0.0), [ddp := wrapped(ours)],
+        update_rule=lambda name, parameter: "adam" if parameter.ndim > 1 else "sgd",
+    )  # fmt: skip
+    assert {type(part.rule).__name__ for part in optimizer.parts} == {"Adam", "SGD"}
+    plain = [
+        torch.optim.AdamW([p for p in theirs.parameters() if p.ndim > 1], lr=0.01, weight_decay=0.0),
+        torch.optim.SGD([p for p in theirs.parameters() if p.ndim == 1], lr=0.01, momentum=0.9),
+    ]
+    train(ddp, optimizer, 3)
+    for step in range(3):
+        theirs.zero_grad()
+        theirs(batch(step, torch.float64)).float().square().sum().backward()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        for each in plain:
+            each.step()
+    for a, b in zip(ours.parameters(), theirs.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    state = optimizer.state_dict()
+    assert state["exp_avg"].keys().isdisjoint(state["momentum_buffer"])
+    assert {*state["exp_avg"], *state["momentum_buffer"]} == {name for name, _ in ours.named_parameters()}
+    optimizer.load_state_dict(copy.deepcopy(state))
+    with pytest.raises(ValueError, match="--optimizer muon: not available yet; choose adam or sgd"):
+        get_megatron_optimizer(settings(), [wrapped(network())], update_rule=lambda name, parameter: "muon")
+
+
 def test_coupled_decay_is_adam_with_l2():
     ours, theirs = network(), network()
     optimizer = get_megatron_optimizer(settings(decoupled_weight_decay=False, clip_grad=0.0), [ddp := wrapped(ours)])
