@@ -114,6 +114,7 @@ def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
             sizes[name, tuple(offsets)] = size
     load = [0] * group.size
     mine = []
+    # every rank sorts the same list the same way, so that no second exchange has to say who writes what
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
         owner = min(holders[key], key=lambda rank: (load[rank], rank))
         load[owner] += sizes[key]
@@ -162,7 +163,7 @@ class _RankWriter:
             entry, chunks = self._write_file(file_name, members)
             result["files"][file_name] = entry
             result["chunks"] += chunks
-        fsync_directory(self.directory)
+        fsync_directory(self.directory)  # the names too, before the manifest speaks of them
         return result
 
     def _write_file(self, file_name: str, tensors: list[ShardedTensor]) -> tuple[dict[str, int], list[list]]:
@@ -214,6 +215,7 @@ def _write_blocks(file: BinaryIO, tensor: Tensor) -> list[int]:
     """Appends the bytes of ``tensor``; the crc32 of each block."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     checksums = []
+    # a block at a time: a copy of the whole tensor in host memory could be larger than what is free there
     for start in range(0, data.numel(), BLOCK_BYTES):
         block = memoryview(data[start : start + BLOCK_BYTES].cpu().numpy())  # type: ignore[arg-type]
         checksums.append(zlib.crc32(block))
@@ -267,6 +269,7 @@ def _publish(temporary: Path, final: Path, fault: Fault) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(final, replaced)
         fault("between_renames")
+    # from this rename on the checkpoint exists; the tracker moves only after it is durable
     os.rename(temporary, final)
     fsync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
