@@ -79,3 +79,12 @@ def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
     assert all("test_batch_schedule.py::" in row["test"] for row in rows if row["status"] == "caught")
     assert (ROOT / "megatron/core/schedules/batch_size.py").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coverage", "report.json"]
+
+
+def test_explanations_are_of_lines_that_exist():
+    rows = (ROOT / "tests" / "mutants_explained.tsv").read_text().splitlines()[1:]
+    assert len(rows) > 10
+    for row in rows:
+        file, line, changed, reason = row.split("\t")
+        source = {each.strip() for each in (ROOT / file).read_text().splitlines()}
+        assert line in source and changed != line and reason, row

@@ -67,7 +67,7 @@ def _core(config: Config, place: LayerPlace, query: int, key_value: int) -> Op:
     if config.context_parallel_size > 1:
         kept += query * item  # the ring's output in its own order
     elif config.attention_dropout or config.attention_backend in ("unfused", "local"):
-        copies = (query + key_value // 2) * item  # of queries and scaled keys, in the order of the product
+        copies = (query + key_value // 2) * item  # of queries and scaled keys, in the order of the GEMM
         kept = heads * place.seq_length * (2 * item + 1 if config.attention_dropout else item) + copies
     saved = (Saved("attention", kept, ("core_attn",)),)
     return Op("attention", "attention", flops, gradients=query * item, saved=saved)

@@ -102,7 +102,7 @@ class Op:
     gemm: tuple[int, int] | None = None
     """(output, input) sizes of this rank's weight."""
     traffic: float = 0.0
-    """Bytes that forward and backward pass must move at the least; products' own are not counted."""
+    """Bytes that forward and backward pass must move at the least; those of GEMMs are not counted."""
     gradients: float = 0.0
     """Bytes of the gradients of its output."""
     saved: tuple[Saved, ...] = ()
@@ -195,8 +195,8 @@ class ModelDescription:
     def flops_per_sample(self) -> float:
         """Model FLOPs of one sequence, forward and backward, without recomputation.
 
-        * A matrix product (m, k) x (k, n) counts 2 m k n; backward counts twice the forward.
-        * Causal attention counts half of the full s x s scores, a sliding window only its band: the products that are
+        * A GEMM (m, k) x (k, n) counts 2 m k n; backward counts twice the forward.
+        * Causal attention counts half of the full s x s scores, a sliding window only its band: the GEMMs that are
           needed, not those that a kernel may do on top.
         * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing.
         """
@@ -246,7 +246,7 @@ def linear(name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, 
 
 
 def gemm(weight: Param, config: Config, tokens: int, *, gradients: float = 0.0, saved: tuple[Saved, ...] = ()) -> Op:
-    """The product with a weight, of ``tokens`` a sequence."""
+    """The GEMM with a weight, of ``tokens`` a sequence."""
     shapes = weight.local_shapes({"tp": config.tensor_model_parallel_size})
     local = (sum(rows for rows, _ in shapes), shapes[0][1])
     name = weight.name.removesuffix(".weight").rpartition(".")[2]

@@ -91,7 +91,7 @@ class DistributedDataParallel(DataParallel):
 
     def _accumulate(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        # a fused product has added its gradient already, and autograd's own, if there is one, is a dummy
+        # a fused GEMM has added its gradient already, and autograd's own, if there is one, is a dummy
         if not parameter.grad_added_to_main_grad and parameter.grad is not None:  # type: ignore[attr-defined]
             parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
         parameter.grad = None  # else autograd would add the next micro-batch's to it, and it would count twice

@@ -3,7 +3,7 @@ began with. **This file has never met the real package**: it is written after ap
 stand-in with the same call signatures, which proves that reading and not the package (``test_apex_gpu.py`` runs where
 it is installed). Nothing else imports apex, and nothing here does before a class below is built.
 
-    wgrad   weight gradients added into ``main_grad`` by the product     fused_weight_gradient_mlp_cuda
+    wgrad   weight gradients added into ``main_grad`` by the GEMM        fused_weight_gradient_mlp_cuda
     norm    LayerNorm and RMSNorm                                        apex.normalization, fused_layer_norm_cuda
     adam    the update of Adam                                           amp_C, through apex.multi_tensor_apply
 
@@ -61,7 +61,7 @@ def _load(part: str, module: str, *names: str) -> list[Any]:
 
 
 class ApexWeightGradient:
-    """``total += left @ right`` by the products of ``csrc/megatron/fused_weight_gradient_dense.cpp``:
+    """``total += left @ right`` by the GEMMs of ``csrc/megatron/fused_weight_gradient_dense.cpp``:
     ``wgrad_gemm_accum_fp32(input [t, i], grad_output [t, o], main_grad [o, i])``, and ``wgrad_gemm_accum_fp16`` for a
     ``main_grad`` in the 16 bits of the other two. They read and write plain memory: everything must be contiguous.
     """

@@ -6,7 +6,7 @@
 
 with a silu, x sigmoid(x), or quick_gelu, x sigmoid(1.702 x). Only the input is kept for backward. fp32 inside, one
 rounding of the result. GELU is not here: torch's own kernels are one pass in either direction, and its bias is part of
-the matrix product before it.
+the GEMM before it.
 
 Legend: t tokens (all leading dims), f feed-forward width of this rank.
 """

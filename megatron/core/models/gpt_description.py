@@ -95,8 +95,8 @@ def _head(config: Config, output: Param, seq_length: int) -> Piece:
     assert output.stored is not None
     stored, hidden = output.stored[0] // tp, config.hidden_size
     final = Op("norm", "final_layernorm", traffic=8.0 * item * elements, saved=(Saved("stream", 2 * elements * item),))
-    product = gemm(output, config, seq_length)
+    output_gemm = gemm(output, config, seq_length)
     logits = (Saved("logits", stored * item),) if config.cross_entropy_chunk_tokens is None else ()
     loss = Op("cross entropy", "cross entropy", traffic=3.0 * item * stored, saved=logits)
     norms = [*norm("decoder.final_layernorm", hidden, config)]
-    return Piece("output layer", (*norms, output), (final, product, loss))
+    return Piece("output layer", (*norms, output), (final, output_gemm, loss))

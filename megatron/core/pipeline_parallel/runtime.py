@@ -105,7 +105,8 @@ class PipelineRun:
                 self.messages.send(action, output)
                 # the edge holds the graph but not the output's memory, which is free once it has been sent
                 root = get_gradient_edge(output) if output.requires_grad else None
-        set_input_tensor(chunk, None)  # else the model keeps the input alive until its next forward pass
+        # else the model keeps the input alive until its next forward pass
+        set_input_tensor(chunk, None)
         if train:
             self._passed[action.chunk, action.microbatch] = _Passed(received, root)
 

@@ -4,10 +4,10 @@
     row:    Y = sum_i X_i A_i + b   weight (out, in) split along in; the output is summed over the group
 
 Under sequence parallelism the activations outside these two hold s / tp positions per rank: a column layer gathers
-them, a row layer sums and scatters. On a group of one rank both are plain linear layers. The products themselves, what
+them, a row layer sums and scatters. On a group of one rank both are plain linear layers. The GEMMs themselves, what
 overlaps with them and where weight gradients go: ``linear.py``.
 
-Every layer with a product has the attribute ``weight_gradient_store``: None, or where a pipeline runtime wants weight
+Every layer with a GEMM has the attribute ``weight_gradient_store``: None, or where a pipeline runtime wants weight
 gradients to wait (``linear.WeightGradientStore``).
 
 Legend: s sequence, b batch, h hidden.
@@ -130,10 +130,10 @@ class ColumnParallelLinear(nn.Module):
         """``x`` may be on its way already (:meth:`gather`)."""
         fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
         if isinstance(x, AutogradHandle):
-            product = self._multiply_gathered(x.wait(), fused_bias)
+            output = self._multiply_gathered(x.wait(), fused_bias)
         else:
-            product = self._multiply(x, fused_bias)
-        return self._leave(product, self.group), returned_bias
+            output = self._multiply(x, fused_bias)
+        return self._leave(output, self.group), returned_bias
 
     def gather(self, x: Tensor) -> AutogradHandle:
         """Starts to collect the positions of all ranks, under sequence parallelism."""
@@ -150,7 +150,7 @@ class ColumnParallelLinear(nn.Module):
         return self._with_shared_rows_of_gathered(self._enter(x, self.group), bias)
 
     def _with_shared_rows_of_gathered(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Two products of one input."""
+        """Two GEMMs of one input."""
         assert self.shared_weight is not None
         store = self.weight_gradient_store
         own = parallel_linear(x, self.weight, bias, self._bare_traits, store)
@@ -233,10 +233,10 @@ class RowParallelLinear(nn.Module):
         if self._bias_is_fused:
             return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
         entered = self._enter(x, self.group)
-        product = parallel_linear(entered, self.weight, None, self.traits, self.weight_gradient_store)
+        output = parallel_linear(entered, self.weight, None, self.traits, self.weight_gradient_store)
         if in_flight:
-            return start_reduce_scatter(product, self.group), self.bias
-        return self._with_bias(self._leave(product, self.group))
+            return start_reduce_scatter(output, self.group), self.bias
+        return self._with_bias(self._leave(output, self.group))
 
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """What :meth:`forward` returns."""

@@ -1,14 +1,14 @@
-"""The matrix product of every linear layer, with a backward pass that overlaps and accumulates.
+"""The GEMMs of every linear layer, with a backward pass that overlaps and accumulates.
 
     Y = X W^T + b        dX = dY W        dW = dY^T X        db = sum dY
 
 *Input gradient*: where X is the same on all ranks of the group, dX is a partial sum. Its all-reduce runs while dW is
 computed. Under sequence parallelism X is gathered in forward, only this rank's positions are kept, and backward gathers
-them again behind the product dX, whose reduce-scatter runs behind dW (Korthikanti et al. 2022, section 4.2.2).
+them again behind the GEMM dX, whose reduce-scatter runs behind dW (Korthikanti et al. 2022, section 4.2.2).
 
 *Weight gradient*: a parameter with ``main_grad`` (see ``core/distributed``) gets dW added to that, in its dtype, by the
-product itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. Autograd then sees a leaf of
-no dimension in the weight's place, the token ``parameter.grad_ready``, whose hooks run once all products of a backward
+GEMM itself: no 16-bit rounding, no tensor of the weight's size, no separate addition. Autograd then sees a leaf of
+no dimension in the weight's place, the token ``parameter.grad_ready``, whose hooks run once all GEMMs of a backward
 pass have added theirs. A weight that is used elsewhere too must say so (``weight_has_other_uses``): then the other use
 announces the gradient. Biases likewise.
 
@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_al
 
 
 class WeightGradientStore:
-    """Weight gradients that backward passes put off, for a pipeline schedule that computes them in waiting time.
+    """Weight gradients that backward passes delay, for a pipeline schedule that computes them in waiting time.
 
     The runtime sets one as the attribute ``weight_gradient_store`` of linear layers before the forward pass. After the
     input-gradient part of a micro-batch it calls :meth:`take`; each closure of the list, called later and once, in
@@ -62,7 +62,7 @@ class WeightGradientStore:
 
 
 def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right`` in the dtype of ``total``, without rounding the product to that of its factors."""
+    """``total += left @ right`` in the dtype of ``total``, without rounding the result to that of its factors."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:
@@ -76,7 +76,7 @@ class LinearTraits(NamedTuple):
 
     group: Group
     gather_input: bool = False
-    """X holds this rank's positions (first dim) of what the product takes."""
+    """X holds this rank's positions (first dim) of what the GEMM takes."""
     reduce_input_gradient: bool = False
     """X is the same on all ranks, each of which computes a partial sum of dX."""
     fuse_weight_gradient: bool = True
@@ -89,7 +89,7 @@ class LinearTraits(NamedTuple):
 
 
 class FusedGradParam(NamedTuple):
-    """A parameter whose gradient products add to ``main_grad``; being no tensor, it is hidden from autograd."""
+    """A parameter whose gradient GEMMs add to ``main_grad``; being no tensor, it is hidden from autograd."""
 
     tensor: Tensor
 
@@ -185,7 +185,7 @@ def _bias_gradient(bias: Tensor, grad: Tensor, traits: LinearTraits) -> Tensor |
 
 
 def fused_gradient(parameter: Tensor, traits: LinearTraits) -> Tensor | None:
-    """Where products add the gradient by themselves; None if it goes through autograd."""
+    """Where GEMMs add the gradient by themselves; None if it goes through autograd."""
     return getattr(parameter, "main_grad", None) if traits.fuse_weight_gradient else None
 
 

@@ -4,12 +4,12 @@
     dX = D W        dW = D^T X        D_tv = (softmax_tv - [v = label]) g_t
 
 Forward multiplies a chunk of tokens, keeps three numbers per token and forgets the logits. Backward multiplies the
-chunk again, turns its logits into D in place, and takes its share of dX and dW: four products in all instead of three.
+chunk again, turns its logits into D in place, and takes its share of dX and dW: four GEMMs in all instead of three.
 The peak falls by the logits (t v elements) less one chunk. One all-gather for all chunks exchanges the sums of the
 ranks' slices of the vocabulary.
 
 Gathers of X, sums of dX and where dW goes are those of ``linear.py``, with one difference: of a deferred weight
-gradient only the announcement waits, since D would have to be kept, or computed a third time, for the product to wait.
+gradient only the announcement waits, since D would have to be kept, or computed a third time, for the GEMM to wait.
 dW is summed over chunks in the dtype of ``main_grad``, or in fp32.
 
 Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank, h hidden.
@@ -74,7 +74,7 @@ def linear_cross_entropy(
 
 
 def tokens_of_a_chunk(bytes_per_token: int) -> int:
-    """As many as ``CHUNK_BYTES`` hold, in whole tiles of a matrix product."""
+    """As many as ``CHUNK_BYTES`` hold, in whole tiles of a GEMM."""
     tokens = max(1, CHUNK_BYTES // bytes_per_token)
     return tokens // 128 * 128 or tokens
 
@@ -115,7 +115,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.passes.gradient(logits, label_t[chunk], softmax, grad_t[chunk], out_tv=logits)
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
-                if chunk.stop >= len(x_th):  # behind the last product of dW
+                if chunk.stop >= len(x_th):  # behind the last GEMM of dW
                     summing = start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])

@@ -9,7 +9,7 @@ started or begins where one is waited for:
 
 One half is two segments ahead. So every collective has a segment with GEMMs beside it; in backward, where autograd
 goes back the same way, as well. (Collectives need the other half's independent work and not pieces of the same GEMM:
-a gather takes longer than the product of query, key and value that it feeds.)
+a gather takes longer than the GEMM of query, key and value that it feeds.)
 
 A mixer says where it may stop by being written once, as a generator of segments: :func:`enter`, :func:`leave` and
 :func:`finish` start and end its collectives apart only where the context says that another half computes in between.

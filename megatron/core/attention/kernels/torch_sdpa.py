@@ -1,4 +1,4 @@
-"""Torch's own kernels: cuDNN's, FlashAttention 2, memory-efficient, matrix products; on CPUs whichever torch takes.
+"""Torch's own kernels: cuDNN's, FlashAttention 2, memory-efficient, plain math; on CPUs whichever torch takes.
 
 On Hopper cuDNN's kernels are 1.6 times as fast as FlashAttention 2, and about as fast as FlashAttention 3. A chosen
 kernel is the only one that may run: where it cannot, the call fails and says why. Two things are left to other kernels,
@@ -36,7 +36,7 @@ TITLES = {
     "cudnn": "cuDNN through torch SDPA",
     "flash": "torch's flash kernel (FlashAttention 2)",
     "efficient": "torch's memory-efficient kernel",
-    "math": "torch SDPA, matrix products",
+    "math": "torch SDPA, math",
 }
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

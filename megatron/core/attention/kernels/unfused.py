@@ -45,7 +45,7 @@ class UnfusedAttention:
         num_queries, batch, heads, _ = query.shape
         num_keys, kv_groups = key.shape[0], key.shape[2]
         tile = whole_tile(num_queries, num_keys, mask.visibility)
-        # the heads of one group share a matrix product, so that keys and values are never repeated
+        # the heads of one group share a GEMM, so that keys and values are never repeated
         grouped = query.unflatten(2, (kv_groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
         scaled_keys = key.permute(1, 2, 3, 0) * (self.scale / self.layer_scale)
         scores = torch.matmul(grouped, scaled_keys).view(batch, heads, num_queries, num_keys)

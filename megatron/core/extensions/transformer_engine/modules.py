@@ -1,15 +1,15 @@
 """Transformer Engine's modules in the slots of ours. The only file that imports the package, on first use.
 
-What is taken over are kernels: products, norms, attention. What stays ours: parameters (their placement, names and
+What is taken over are kernels: GEMMs, norms, attention. What stays ours: parameters (their placement, names and
 initial values, so that a checkpoint does not know who computed), the sums over tensor-parallel ranks (operators around
-a product of one rank), and where weight gradients go. On one tensor-parallel rank the norm before a product is computed
+a GEMM of one rank), and where weight gradients go. On one tensor-parallel rank the norm before a GEMM is computed
 with it (``TEColumnParallelLinear.take_over``), and stays the owner of its parameters.
 
 Each module here owns its parameters and holds one of Transformer Engine's *beside* the module tree, built without
 memory, whose parameters are then replaced by ours. So names, ``state_dict`` and what hooks see are exactly those of the
 built-in modules, and the package's own state (``_extra_state``) is in no checkpoint.
 
-A weight with ``main_grad`` gets its gradient added to that by the product itself (``fuse_wgrad_accumulation``); the
+A weight with ``main_grad`` gets its gradient added to that by the GEMM itself (``fuse_wgrad_accumulation``); the
 package then marks it ``grad_added_to_main_grad`` and gives autograd a stand-in of its size.
 
 Legend: s sequence, b batch, h hidden, a query heads, g key/value groups, d head dim, t tokens.
@@ -69,7 +69,7 @@ def load_transformer_engine() -> Any:
     return sys.modules[MODULE]
 
 
-class Product:
+class Gemm:
     """``x W^T + b`` by ``te.Linear`` on parameters of ours, on one rank."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, fuse_weight_gradient: bool) -> None:
@@ -92,12 +92,12 @@ class Product:
         return self.linear(x)
 
 
-class NormProduct:
+class NormGemm:
     """``norm(x) W^T + b`` by ``te.LayerNormLinear``, on the parameters of a norm and of a linear layer of ours."""
 
-    def __init__(self, norm: TENorm, product: Product) -> None:
-        self.product = product
-        weight, bias = product.weight, product.bias
+    def __init__(self, norm: TENorm, gemm: Gemm) -> None:
+        self.gemm = gemm
+        weight, bias = gemm.weight, gemm.bias
         out_features, in_features = weight.shape
         self.linear = load_transformer_engine().LayerNormLinear(
             in_features, out_features, eps=norm.eps, bias=bias is not None, normalization=norm.kind,
@@ -110,7 +110,7 @@ class NormProduct:
             self.linear.layer_norm_bias = norm.bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        self.linear.fuse_wgrad_accumulation = self.product.fuses
+        self.linear.fuse_wgrad_accumulation = self.gemm.fuses
         return self.linear(x)
 
 
@@ -144,24 +144,24 @@ class TEColumnParallelLinear(nn.Module):
             input_size, size, bias=bias, init=init_method, config=config, groups=groups
         )
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
-        product = Product(
+        gemm = Gemm(
             self.weight, None if skip_bias_add else self.bias, fuse_weight_gradient=config.gradient_accumulation_fusion
         )
-        self._product: Product | NormProduct = product
+        self._gemm: Gemm | NormGemm = gemm
         self._enter: Callable = copy_to_tensor_model_parallel_region
         if groups.stream(config.sequence_parallel).size > 1:
             self._enter = gather_from_sequence_parallel_region
         self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        product = self._product(self._enter(x, self.group))
-        return self._leave(product, self.group), self.bias if self.skip_bias_add else None
+        output = self._gemm(self._enter(x, self.group))
+        return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def take_over(self, norm: TENorm) -> None:
         """Compute ``norm`` too, which from now on passes its input on. Of one tensor-parallel rank: with more, the
         sequence is gathered between the two."""
-        assert isinstance(self._product, Product) and self.group.size == 1
-        self._product = NormProduct(norm, self._product)
+        assert isinstance(self._gemm, Gemm) and self.group.size == 1
+        self._gemm = NormGemm(norm, self._gemm)
         norm.pass_on()
 
 
@@ -183,7 +183,7 @@ class TERowParallelLinear(nn.Module):
         self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
-        self._product = Product(
+        self._gemm = Gemm(
             self.weight, self.bias if self._bias_is_fused else None,
             fuse_weight_gradient=config.gradient_accumulation_fusion,
         )  # fmt: skip
@@ -193,7 +193,7 @@ class TERowParallelLinear(nn.Module):
             self._leave = reduce_scatter_to_sequence_parallel_region
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        output = self._leave(self._product(self._enter(x, self.group)), self.group)
+        output = self._leave(self._gemm(self._enter(x, self.group)), self.group)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None or self._bias_is_fused else output + self.bias, None
