@@ -73,7 +73,7 @@ def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch)
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], msg=name)
     fused = case != "post-norm residual"
-    assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._product.linear,
+    assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._gemm.linear,
                       fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
 
 
