@@ -55,9 +55,11 @@ class DistributedDataParallel(DataParallel):
         ]
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
+        # both kinds: a parameter may be used by a fused product here and by plain autograd there
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]
         self._hooks += [self._on_token(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
+            # a checkpoint of weights that are still being gathered would hold this rank's shard and stale rest
             self._hooks.append(module.register_state_dict_pre_hook(lambda *_: self.finish_param_sync()))
             self._hooks += self._gather_hooks() if ddp_config.overlap_param_gather else []
 

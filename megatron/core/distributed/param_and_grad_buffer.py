@@ -1,7 +1,7 @@
-"""Contiguous gradient memory. One :class:`ParamAndGradBuffer` per (parameter dtype, gradient dtype) holds the gradients
-of all its parameters in one flat tensor, laid out in reverse creation order (the order in which backward produces them)
-and cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it; ``parameter.grad_ready`` is
-a token, a leaf that stands for the parameter in autograd's graph where operators add to ``main_grad`` by themselves
+"""Contiguous gradient memory. A :class:`ParamAndGradBuffer` holds the gradients of all parameters that the same ranks
+sum and that have the same dtypes in one flat tensor, in reverse creation order (the order in which backward produces
+them), cut into buckets: the unit of one collective. ``parameter.main_grad`` is a view into it; ``parameter.grad_ready``
+is a token, a leaf that stands for the parameter in autograd's graph where operators add to ``main_grad`` by themselves
 (``tensor_parallel/linear.py``).
 
 Where ranks share out the optimizer state (ZeRO 1, Rajbhandari et al. 2020), each owns one stretch of every bucket: its

@@ -61,11 +61,12 @@ class TorchFullyShardedDataParallel(DataParallel):
                     parameter.data = parameter.data.float()
         device = next(module.parameters()).device
         mesh = _mesh(groups.dense, device)
-        for experts in _modules_of_experts(module) if groups.expert != groups.dense else ():
-            expert_mesh = _mesh(groups.expert, device)
-            fully_shard(experts, mesh=expert_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-        for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        units = [(layer, mesh) for layer in layers]
+        # inner units first: fully_shard leaves alone what a submodule's own unit has taken
+        if groups.expert != groups.dense and (experts := _modules_of_experts(module)):
+            units = [*zip(experts, [_mesh(groups.expert, device)] * len(experts)), *units]
+        for unit, over in units:
+            fully_shard(unit, mesh=over, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         for unit in self._units:

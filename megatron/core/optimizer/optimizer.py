@@ -231,7 +231,8 @@ class MegatronOptimizer:
             unscale = (1.0 if unscale is None else unscale) / self.grad_scaler.scale
         norm = self._norm(grads)
         if unscale is not None:
-            norm = norm * unscale
+            norm = norm * unscale  # the norm, not the gradients: they are multiplied in the pass that reads them anyway
+        # the norm has the same bits on all ranks and is not finite if any gradient is not: ranks agree without asking
         found = ~norm.isfinite()
         if skip_update is not None:
             found = found | skip_update
@@ -241,7 +242,7 @@ class MegatronOptimizer:
         conditions = Conditions(self._steps + 1.0, skip, self._factor(norm, found, unscale))
         for part in self.parts:
             part.rule.update(self._update_groups(part, grads), conditions)
-        self._steps += 1.0 - skip
+        self._steps += 1.0 - skip  # on the device: a host that asked would wait for the whole backward pass
         if isinstance(self.grad_scaler, DynamicGradScaler):
             self.grad_scaler.update(bool(found))
         for chunk in self._parallel_chunks():

@@ -23,11 +23,6 @@ class ParameterShard:
     compute_dtype: torch.dtype
     """What the model computes with; ``values`` may be more exact."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all that this rank holds of the parameter."""
-        return self.start == 0 and self.stop == self.parameter.numel()
-
 
 def whole(parameter: nn.Parameter) -> ParameterShard:
     """All of a parameter, with the gradient from ``main_grad`` (a data-parallel buffer) or ``grad``."""

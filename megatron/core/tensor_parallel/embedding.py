@@ -52,7 +52,8 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (ids,) = ctx.saved_tensors
+        (ids,) = ctx.saved_tensors  # -1 where another rank has the row: those are skipped
         main_grad = fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)
+        # behind the addition: the token's hooks may start the sum of the bucket that main_grad lies in
         return ready_gradient(grad), None, None, None, None, None
