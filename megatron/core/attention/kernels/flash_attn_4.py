@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -51,6 +52,8 @@ def _interface() -> Any:
 @functools.cache
 def is_usable() -> bool:
     """Whether the package is installed and can be imported; if it only is installed, says so once."""
+    # its compiler says of every kernel that an argument which is not used here is of no type it knows
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)
     try:
         return 4 in installed_versions() and _interface() is not None
     except UserError as error:
