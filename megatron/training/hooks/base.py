@@ -1,11 +1,15 @@
 """Base class of observers of the training loop. Hooks never change the run; without any, training is the same."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.training.hooks.interval import Interval, IntervalSummary, Step
 from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +36,9 @@ class RunInfo:
 class Hook:
     """The calls of the loop, in their order. Each does nothing unless a hook says otherwise."""
 
-    reads_metrics = False
-    """Whether this hook has :meth:`on_steps` or :meth:`on_log`: where none has, no value is read from the device."""
+    only_for: str = ""
+    """The flag that asked for a hook whose failure never ends a run, such as that of a writer whose disk is full: it is
+    left alone from then on, with one warning. Empty: errors are errors."""
 
     def on_train_start(self, run: RunInfo) -> None:
         """Once, after a checkpoint was loaded and before the first iteration."""
@@ -65,44 +70,58 @@ class Hooks(Hook):
 
     def __init__(self, log_interval: int, hooks: Sequence[Hook]) -> None:
         self.hooks, self.interval = list(hooks), Interval(log_interval)
-        self.reads_metrics = any(hook.reads_metrics for hook in hooks)
+        # where no hook looks at values, none is read from the device
+        self._reads = any(
+            type(hook).on_steps is not Hook.on_steps or type(hook).on_log is not Hook.on_log for hook in hooks
+        )
 
     def on_train_start(self, run: RunInfo) -> None:
         self.interval.start(run.state)
-        for hook in self.hooks:
-            hook.on_train_start(run)
+        self._tell_all("on_train_start", run)
 
     def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        steps: Sequence[Step] = ()
-        summary = None
-        if self.reads_metrics and self.interval.add(state, metrics):
-            steps, summary = self.interval.unseen(), self.interval.close(state)
-        for hook in self.hooks:
-            hook.on_step(state, metrics)
+        is_log_point = self._reads and self.interval.add(state, metrics)
+        steps = self.interval.unseen() if is_log_point else []
+        summary = self.interval.close(state) if is_log_point else None
+        for hook in list(self.hooks):
+            self._tell(hook, "on_step", state, metrics)
             if summary is not None:
-                hook.on_steps(steps)
-                hook.on_log(state, summary)
+                self._tell(hook, "on_steps", steps)
+                self._tell(hook, "on_log", state, summary)
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         self._show_steps()
-        for hook in self.hooks:
-            hook.on_evaluate(state, results)
+        self._tell_all("on_evaluate", state, results)
 
     def on_save(self, state: TrainState) -> None:
         self._show_steps()
-        for hook in self.hooks:
-            hook.on_save(state)
+        self._tell_all("on_save", state)
 
     def on_saved(self, state: TrainState) -> None:
-        for hook in self.hooks:
-            hook.on_saved(state)
+        self._tell_all("on_saved", state)
 
     def on_train_end(self, state: TrainState) -> None:
         self._show_steps()
-        for hook in self.hooks:
-            hook.on_train_end(state)
+        self._tell_all("on_train_end", state)
 
     def _show_steps(self) -> None:
         if steps := self.interval.unseen():
-            for hook in self.hooks:
-                hook.on_steps(steps)
+            self._tell_all("on_steps", steps)
+
+    def _tell_all(self, event: str, *arguments: Any) -> None:
+        for hook in list(self.hooks):
+            self._tell(hook, event, *arguments)
+
+    def _tell(self, hook: Hook, event: str, *arguments: Any) -> None:
+        if hook not in self.hooks:
+            return
+        try:
+            getattr(hook, event)(*arguments)
+        except Exception as error:  # whatever a third-party writer raises: training does not depend on it
+            if not hook.only_for:
+                raise
+            self.hooks.remove(hook)
+            logger.warning(
+                "%s: %s: %s. Training goes on without it; metrics.jsonl keeps the values",
+                hook.only_for, type(error).__name__, error,
+            )  # fmt: skip

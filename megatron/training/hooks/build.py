@@ -13,7 +13,6 @@ from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.console import ConsoleHook, MemoryHook
-from megatron.training.hooks.guard import Guarded
 from megatron.training.hooks.profiler import MemoryHistoryHook, ProfilerHook, trace_directory
 from megatron.training.hooks.progress import ProgressHook
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
@@ -50,8 +49,14 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
     if cfg.log_progress and run.rank == 0:
         if cfg.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
-        hooks.append(Guarded(ProgressHook(cfg.save, cfg.seq_length or 0), "--log-progress"))
+        hooks.append(only_for("--log-progress", ProgressHook(cfg.save, cfg.seq_length or 0)))
     return hooks + profilers(cfg, run)
+
+
+def only_for(flag: str, hook: Hook) -> Hook:
+    """``hook``, whose failure costs what ``flag`` asked for and never the training."""
+    hook.only_for = flag
+    return hook
 
 
 def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFile]) -> list[Hook]:
@@ -75,14 +80,14 @@ def sinks(cfg: PretrainConfig, run: RunInfo, clock: Clock, files: list[MetricsFi
             point_interval=cfg.tensorboard_log_interval,
             history=files,
         )
-        hooks.append(Guarded(tensorboard, f"--tensorboard-dir {cfg.tensorboard_dir}"))
+        hooks.append(only_for(f"--tensorboard-dir {cfg.tensorboard_dir}", tensorboard))
     if cfg.wandb_project:
         if not cfg.wandb_exp_name:
             raise UserError("--wandb-project needs --wandb-exp-name, the name of the run")
         from megatron.training.hooks.wandb_ import WandbHook
 
         wandb = WandbHook(wandb_options(cfg), tags, clock, point_interval=cfg.tensorboard_log_interval)
-        hooks.append(Guarded(wandb, f"--wandb-project {cfg.wandb_project}"))
+        hooks.append(only_for(f"--wandb-project {cfg.wandb_project}", wandb))
     return hooks
 
 
@@ -116,12 +121,11 @@ def profilers(cfg: PretrainConfig, run: RunInfo) -> list[Hook]:
         # an outer profiler has no range to capture on a CPU, so torch's is the one that can show something there
         with_torch = cfg.use_pytorch_profiler or run.device == "cpu"
         directory = trace_directory(cfg.tensorboard_dir, cfg.save) if with_torch else None
-        hooks.append(Guarded(ProfilerHook(cfg.profile_step_start, cfg.profile_step_end, directory), "--profile"))
+        hooks.append(only_for("--profile", ProfilerHook(cfg.profile_step_start, cfg.profile_step_end, directory)))
     if cfg.record_memory_history:
         if run.device == "cuda":
-            hooks.append(
-                Guarded(MemoryHistoryHook(cfg.memory_snapshot_path, cfg.log_interval), "--record-memory-history")
-            )
+            history = MemoryHistoryHook(cfg.memory_snapshot_path, cfg.log_interval)
+            hooks.append(only_for("--record-memory-history", history))
         else:
             logger.warning("--record-memory-history follows the CUDA allocator: there is nothing to record on a CPU")
     return hooks

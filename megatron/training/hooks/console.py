@@ -128,8 +128,6 @@ class RemainingTime:
 class ConsoleHook(Hook):
     """Prints the iteration line at log points and the evaluation lines. Belongs on the last rank."""
 
-    reads_metrics = True
-
     def __init__(self, throughput: Throughput | None = None, clock: Callable[[], float] = time.monotonic):
         self.throughput = throughput
         self.remaining = RemainingTime(clock)

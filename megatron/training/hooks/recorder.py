@@ -12,8 +12,6 @@ from megatron.training.train_state import TrainState
 class MetricsRecorder(Hook):
     """One record per iteration and per evaluated data set."""
 
-    reads_metrics = True
-
     def __init__(self, file: MetricsFile, trains: bool = True):
         """``trains``: False under --skip-train, which adds its evaluation and cuts nothing."""
         self.file, self.trains = file, trains
@@ -43,8 +41,6 @@ class MetricsRecorder(Hook):
 
 class TimingRecorder(Hook):
     """One record per log point with what the clock and the memory say; comes after :class:`TimersHook`."""
-
-    reads_metrics = True
 
     def __init__(self, file: MetricsFile, clock: Clock, trains: bool = True):
         self.file, self.clock, self.trains = file, clock, trains

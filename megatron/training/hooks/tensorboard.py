@@ -23,8 +23,6 @@ except ImportError as error:
 class TensorBoardHook(Hook):
     """Points of each iteration (every ``point_interval``), written at log points: no device sync per step."""
 
-    reads_metrics = True
-
     def __init__(
         self,
         writer_options: Mapping[str, object],

@@ -48,8 +48,6 @@ class TimersHook(Hook):
     Belongs on every rank, before the sinks: the gathering is collective.
     """
 
-    reads_metrics = True
-
     def __init__(self, timers: Timers):
         self.timers = timers
         self.prints = False

@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 class WandbHook(Hook):
     """Rows of each iteration (every ``point_interval``), written at log points; evaluations at their iteration."""
 
-    reads_metrics = True
-
     def __init__(self, init_options: dict[str, Any], tags: Tags, clock: Clock, *, point_interval: int = 1):
         """``init_options``: arguments of ``wandb.init`` (project, name, entity, dir, config)."""
         self.init_options, self.tags, self.clock = init_options, tags, clock

@@ -10,14 +10,13 @@ from megatron.core.timers import Timers
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.hooks import build_hooks
 from megatron.training.hooks.build import wandb_options
-from megatron.training.hooks.guard import Guarded
 from megatron.training.hooks.profiler import ProfilerHook
 from megatron.training.observe.metrics import read_metrics
 
 
 def names_of(cfg, run):
     hooks = build_hooks(cfg, run, Timers(cfg.timing_log_level))
-    return [type(hook.hook if isinstance(hook, Guarded) else hook).__name__ for hook in hooks]
+    return [type(hook).__name__ for hook in hooks]
 
 
 def config(**changed):
@@ -54,7 +53,7 @@ def test_memory_lines_come_from_one_data_parallel_replica(simulated_run):
 
 def test_a_profile_on_a_cpu_is_torchs(simulated_run, tmp_path):
     hooks = build_hooks(config(profile=True, save=str(tmp_path)), simulated_run().info(), Timers())
-    (hook,) = (each.hook for each in hooks if isinstance(each, Guarded))
+    (hook,) = (each for each in hooks if each.only_for)
     assert isinstance(hook, ProfilerHook) and hook.directory == tmp_path / "torch_profile"
 
 

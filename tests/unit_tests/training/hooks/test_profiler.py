@@ -6,11 +6,12 @@ import json
 import pytest
 import torch
 
+from megatron.training.hooks.base import Hook
 from megatron.training.hooks.profiler import ProfilerHook, trace_directory
 
 
 def test_the_trace_holds_the_asked_iterations_only(tmp_path, simulated_run):
-    class Marks:
+    class Marks(Hook):
         """Stands for training: each iteration leaves one named range."""
 
         def __getattr__(self, name):

@@ -8,7 +8,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from megatron.core.timers import Timers
 from megatron.training.hooks.base import Hooks
-from megatron.training.hooks.guard import Guarded
+from megatron.training.hooks.build import only_for
 from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.tensorboard import TensorBoardHook
@@ -111,6 +111,6 @@ def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, capl
     (tmp_path / "tb").write_text("a file where the directory should be")
     hook = hooks_of(tmp_path).hooks[-1]
     with caplog.at_level(logging.WARNING):
-        simulated_run(eval_interval=2, save_interval=2).train([Guarded(hook, "--tensorboard-dir x")], 1, 10)
+        simulated_run(eval_interval=2, save_interval=2).train([only_for("--tensorboard-dir x", hook)], 1, 10)
     assert len(caplog.records) == 1
     assert caplog.messages[0].startswith("--tensorboard-dir x: ") and "Training goes on" in caplog.messages[0]
