@@ -12,6 +12,7 @@ import pickle
 from pathlib import Path
 from unittest import mock
 
+from megatron.training.hooks.base import Hook
 from tests.test_utils.flag_effects.run import Batch, Run
 
 VOCAB_SIZE = 64
@@ -144,7 +145,7 @@ def _watch(stack, run, count):
         stack.enter_context(_counting(run, module, attribute))
 
 
-class _Recorder:
+class _Recorder(Hook):
     """A hook that notes what ``metrics.jsonl`` holds, wherever that is written."""
 
     def __init__(self, run):
@@ -161,11 +162,6 @@ class _Recorder:
 
         records = [eval_record(state.iteration, state.consumed_train_samples, result) for result in results]
         self.run.records += records
-
-    def on_train_start(self, run):
-        pass
-
-    on_save = on_saved = on_train_end = on_train_start
 
 
 def _counting(run, module, attribute):
