@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class ModelType(Enum):
-    """What the shared training loop needs to know about a model's shape."""
+    """The shape of a model, as the shared training loop needs it."""
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2

@@ -245,7 +245,7 @@ def get_rank_grid() -> RankGrid:
 
 
 def _handle(group: Group) -> Any:
-    """What torch.distributed takes."""
+    """The handle that torch.distributed takes."""
     return _current().alone if group.size == 1 else group.handle
 
 

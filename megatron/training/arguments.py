@@ -177,7 +177,7 @@ def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
-    """What the rules say about the settings that could be read, except about flags that could not."""
+    """Problems that the rules find in the settings that could be read, without those of flags that could not."""
     misread = {problem.flag for problem in problems}
     found = check(resolve(cfg, launched_world_size() or smallest_world_size(cfg)))
     return [problem for problem in found if problem.flag not in misread]

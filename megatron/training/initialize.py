@@ -92,7 +92,7 @@ def make_deterministic() -> None:
 
 
 def set_cuda_defaults() -> None:
-    """What must be settled before CUDA starts; the user's own environment wins.
+    """Settle what must be before CUDA starts; the user's own environment wins.
 
     Streams that wait for a peer share no queue with others (CUDA's default is 8 queues), and the allocator maps memory
     into segments that grow, so that sizes which change, as those of recomputed layers do, leave no holes.

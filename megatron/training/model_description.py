@@ -13,8 +13,8 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 
 def layers_of_spec(cfg: PretrainConfig) -> Any:
-    """What ``--spec`` names: a layer's spec or one per layer, as an object or as a function that makes it, of the
-    library's configuration where it takes a ``config``. None: the layers that the other flags describe."""
+    """The layers that ``--spec`` names: one spec, or one per layer, or a function that makes them, given the library's
+    configuration where it takes a ``config``. None: the layers that the other flags describe."""
     if cfg.spec in (None, ["local"]):
         return None
     found = import_module(cfg.spec)

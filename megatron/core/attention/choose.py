@@ -54,7 +54,7 @@ class Choice(NamedTuple):
 
 
 def request_of(config: TransformerConfig, layer_number: int, form: Form = "whole") -> Request:
-    """What a layer (from 1) of a configuration asks for on this machine."""
+    """The request of a layer (from 1) of a configuration on this machine."""
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,
@@ -134,7 +134,7 @@ def _candidates(request: Request) -> Iterator[str]:
 
 
 def _remarks(name: str, request: Request) -> Iterator[str]:
-    """What else a user should know of a choice."""
+    """Remarks on a choice for the user."""
     if name == "flash-attn 3" and request.flash_version is None:
         yield "installed, and twice as fast as FlashAttention 2"
     if name != "flash-attn 4":

@@ -22,7 +22,7 @@ SETTINGS = (
     "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
     "apply_query_key_layer_scaling",
 )  # fmt: skip
-"""What its weights depend on."""
+"""Settings that its weights depend on."""
 
 
 def visible_pairs(config: Config, length: int, layer_number: int) -> float:

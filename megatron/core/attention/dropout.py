@@ -32,7 +32,7 @@ class WeightDropout:
 
     @property
     def scale(self) -> float:
-        """What is kept is multiplied by it."""
+        """Factor of what is kept."""
         return 1.0 / (1.0 - DropoutStream.exact_rate(self.rate))
 
     def keep(self, tile: Tile, num_heads: int) -> Tensor:

@@ -98,7 +98,7 @@ def derived(default: Any = _UNSET, factory: Callable[[], Any] = _UNSET) -> Any:
 
 @dataclass(frozen=True)
 class FlagSpec:
-    """How one field is spelled, converted and explained."""
+    """Spelling, conversion and help of one field."""
 
     field: str
     names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""How a model is split over ranks and which number formats it computes in: the base of every library configuration.
+"""Parallelism and number formats of a model: the base of every library configuration.
 
 The mixins hold fields only and are shared with the command line (``megatron.training.config``), so that a field has one
 name, one default and one help text. Torch is imported only when a dtype is asked for.
@@ -111,7 +111,7 @@ def dtype_of(*, fp16: bool, bf16: bool, fp64: bool = False) -> torch.dtype:
 
 @dataclass(kw_only=True)
 class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSettings):
-    """What every parallel module needs to know; the library's base configuration."""
+    """The library's base configuration, which every parallel module reads."""
 
     params_dtype: Any = None
     """torch dtype of the parameters; None follows ``fp16`` and ``bf16``."""

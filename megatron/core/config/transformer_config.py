@@ -41,7 +41,7 @@ class ModelSettings(
     PipelineConfig,
     RecomputeConfig,
 ):
-    """What a model's configuration and a command line have in common: the flags that layers read. Fields only."""
+    """The flags that layers read, shared by a model's configuration and the command line. Fields only."""
 
 
 def values_of(group: type, source: Any) -> dict[str, Any]:

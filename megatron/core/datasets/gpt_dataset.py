@@ -28,7 +28,7 @@ NO_PAD = -1  # an id that no data holds
 
 @dataclass(kw_only=True)
 class GPTDatasetConfig(BlendedMegatronDatasetConfig):
-    """How samples are cut and what goes with them."""
+    """Settings of a GPT data set: how samples are cut and what goes with them."""
 
     reset_position_ids: bool = False
     """Positions start at 0 after each end-of-document token."""

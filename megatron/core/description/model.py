@@ -1,4 +1,4 @@
-"""What a model is made of, as data: parameters of its pieces, operations, what they keep for backward. Torch-free.
+"""A model as data: parameters of its pieces, operations, what they keep for backward. Torch-free.
 
 A mixer is described by a pure function ``describe(config, place) -> Piece`` (``describe_attention``, ``describe_mlp``
 …), which its class carries along, so that a layer spec tells what it builds; norm, dropout and residual sum around it
@@ -66,7 +66,7 @@ class Param:
         return 0 if self.tied_to or self.stored is None else math.prod(self.stored) - math.prod(self.shape)
 
     def local_shapes(self, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-        """What one rank stores, padding included, given the ranks of each axis."""
+        """Shapes that one rank stores, padding included, given the ranks of each axis."""
         shape = list(self.stored or self.shape)
         for axis, dim in self.mesh.items():
             ranks = sizes.get(axis, 1)
@@ -83,7 +83,7 @@ class Param:
 
 @dataclass(frozen=True)
 class Saved:
-    """What an operation keeps for its backward pass."""
+    """A tensor that an operation keeps for its backward pass."""
 
     name: str
     bytes: float
@@ -110,7 +110,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a pipeline stage holds or does not hold as a whole: the embedding, one residual branch, the output layer."""
+    """The smallest part of a pipeline stage: the embedding, one residual branch, the output layer."""
 
     name: str
     """In words: ``attention``, ``feed-forward``, ``embedding`` …"""
@@ -262,7 +262,7 @@ def norm(name: str, size: int, config: Config) -> list[Param]:
 RESIDUAL_SETTINGS = (
     "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "apply_residual_connection_post_layernorm",
 )  # fmt: skip
-"""What every branch and the final norm depend on."""
+"""Settings that every branch and the final norm depend on."""
 NormDescription = Callable[[str, int, Config], list[Param]]
 
 

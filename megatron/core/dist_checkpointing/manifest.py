@@ -176,5 +176,5 @@ def check_coverage(manifest: dict[str, Any]) -> None:
 
 
 def rectangle_of(chunk: dict[str, Any]) -> Rectangle:
-    """What of its tensor a chunk holds."""
+    """The rectangle of its tensor that a chunk holds."""
     return Rectangle(tuple(chunk["offsets"]), tuple(chunk["shape"]))

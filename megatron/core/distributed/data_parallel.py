@@ -1,4 +1,4 @@
-"""What every data-parallel wrapper offers to the loop, the optimizer and the checkpoint.
+"""The interface of data-parallel wrappers to the loop, the optimizer and the checkpoint.
 
 ``DistributedDataParallel`` (whole weights, optionally a sharded update) and ``TorchFullyShardedDataParallel`` (sharded
 weights) are the two. Both sum each gradient over the ranks that hold the same parameter (``data_parallel_groups``) and

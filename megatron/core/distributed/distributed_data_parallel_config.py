@@ -9,7 +9,7 @@ from megatron.core.config.absent import TakesSettings
 
 @dataclass(kw_only=True)
 class DistributedDataParallelConfig(metaclass=TakesSettings):
-    """How gradients are kept, reduced and overlapped over data-parallel ranks."""
+    """Settings of gradient buffers: how they are kept, reduced and overlapped."""
 
     grad_reduce_in_fp32: bool = False
     """Accumulate and reduce gradients in float32, whatever the parameters' dtype."""

@@ -1,4 +1,4 @@
-"""What happens between the last backward pass and the optimizer: sums over ranks, then the division by valid tokens."""
+"""Between the last backward pass and the optimizer: sums over ranks, then the division by valid tokens."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def finalize_model_grads(
 
 
 def mean_factor(expected_tokens: float, num_tokens: Tensor) -> Tensor:
-    """What makes gradients of ``sum(token losses) / expected_tokens`` those of the mean: an fp64 scalar."""
+    """The factor that makes gradients of ``sum(token losses) / expected_tokens`` those of the mean: an fp64 scalar."""
     return expected_tokens / num_tokens.clamp(min=1.0)

@@ -30,7 +30,7 @@ from megatron.core.sharding.parameter_shard import ParameterShard
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """How a buffer is cut and who sums it."""
+    """The cut of a buffer, and the group that sums it."""
 
     group: Group
     """Ranks over which gradients are summed; the owners of the shards."""

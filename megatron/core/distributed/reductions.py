@@ -1,4 +1,4 @@
-"""How one gradient bucket is summed over its ranks: all of it everywhere, or each rank's shard of it.
+"""Reductions of one gradient bucket over its ranks: all of it everywhere, or each rank's shard of it.
 
 A *reduction* is a function that starts the collective and returns its handle. The sum over the copies of a sharded
 optimizer state (--num-distributed-optimizer-instances) comes after, over shards alone.

@@ -1,4 +1,4 @@
-"""What makes cuDNN's attention right: lengths that it computes right, and one cuDNN in a process. Torch-free."""
+"""Guards for cuDNN's attention: lengths that it computes right, and one cuDNN in a process. Torch-free."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def require_one_cudnn() -> None:
 
 @contextmanager
 def one_cudnn() -> Iterator[None]:
-    """What is imported in here gets the cuDNN that torch has loaded, not another one that the system may have.
+    """Let imports in here get the cuDNN that torch has loaded, not another one that the system may have.
 
     Torch loads the parts of cuDNN when it first needs them, by name. A package that is linked with all of them would
     load the system's, and torch then take those beside its own.

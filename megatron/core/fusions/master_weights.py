@@ -1,4 +1,4 @@
-"""What an optimizer updates, and the fewer bits in which it may be kept.
+"""Master weights: the fp32 values that an optimizer updates, and the fewer bits in which they may be kept.
 
 A *master* is the exact value of a model weight. Where the model computes in half precision an update is usually smaller
 than the weight's last bit, so the master is fp32: a copy (4 bytes), or for bf16 the 16 bits that the weight lacks

@@ -1,4 +1,4 @@
-"""What every collective that runs beside something else returns: one handle with ``wait()``."""
+"""The handle of every collective that runs beside something else: ``wait()``."""
 
 from __future__ import annotations
 

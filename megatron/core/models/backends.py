@@ -114,7 +114,7 @@ def get_backend(name: str) -> Backend:
 
 
 def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
-    """What built models compute with: the modules that are there, not the settings that asked for them."""
+    """Lines on what built models compute with: the modules that are there, not the settings that asked for them."""
     kinds: set[str] = set()
     attention: dict[str, list[int]] = {}
     others: dict[str, None] = {}

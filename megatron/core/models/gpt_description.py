@@ -26,7 +26,7 @@ from megatron.core.description.model import (
 from megatron.core.transformer.mlp_description import describe_mlp
 
 SETTINGS = ("num_layers", "position_embedding_type", "untie_embeddings_and_output_weights", *RESIDUAL_SETTINGS)
-"""What the weights around its layers depend on."""
+"""Settings that the weights around its layers depend on."""
 
 
 def describe_gpt(

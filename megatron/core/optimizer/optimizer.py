@@ -43,7 +43,7 @@ _ALIGNMENT = 64  # elements: every tensor in a flat buffer starts on a 128-byte 
 
 
 class Update(NamedTuple):
-    """What one step found, 0-d tensors on the device."""
+    """Results of one step, 0-d tensors on the device."""
 
     found_nonfinite: Tensor
     """bool: a NaN, an infinity, or ``skip_update`` of the caller; nothing has changed."""
@@ -189,7 +189,7 @@ class MegatronOptimizer:
         return self.grad_scaler.scale if self.grad_scaler else 1.0
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """What to call backward on."""
+        """The loss to call backward on, scaled."""
         return loss * self.grad_scaler.scale if self.grad_scaler else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -250,7 +250,7 @@ class MegatronOptimizer:
         return Update(found, norm, num_zeros)
 
     def _factor(self, norm: Tensor, found: Tensor, unscale: Tensor | float | None) -> Tensor | None:
-        """What gradients are multiplied by; None where nothing can change them."""
+        """Factor of the gradients; None where nothing can change them."""
         if self.config.clip_grad > 0.0:
             clip = clip_coefficient(norm, self.config.clip_grad)
             clip = torch.where(found, 1.0, clip)  # no NaN gets into the gradients

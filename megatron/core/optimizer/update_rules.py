@@ -1,4 +1,4 @@
-"""What an optimizer does to each tensor: AdamW (or Adam with L2 decay) and SGD with momentum.
+"""Update rules: AdamW (or Adam with L2 decay) and SGD with momentum.
 
 A rule says which state it keeps per parameter and in which format, and updates lists of tensors. Everything that it
 is told beyond rates stays on the device, whether to skip included.
@@ -41,7 +41,7 @@ class Conditions(NamedTuple):
     skip: Tensor
     """fp32: 1 changes nothing, 0 updates."""
     factor: Tensor | None
-    """What gradients are multiplied by; None: 1."""
+    """Factor of the gradients; None: 1."""
 
 
 class UpdateRule(Protocol):

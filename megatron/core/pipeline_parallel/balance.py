@@ -28,7 +28,7 @@ class ModelCosts(NamedTuple):
     """The branches of a model and what they cost, in units of its median layer."""
 
     names: tuple[tuple[str, ...], ...]
-    """What the branches of every layer are called, in words."""
+    """Names of the branches of every layer, for messages."""
     layers: tuple[tuple[float, ...], ...] | None
     """Costs of the branches of every layer; None where they are not known: layers count alike and stay whole."""
     head: float = 0.0
@@ -50,7 +50,7 @@ _SHARPNESS = 8  # the 8-norm of the stages' costs: nearly their maximum, but amo
 
 
 def balanced_counts(costs: Sequence[float], smallest: Sequence[int], front: float, back: float) -> list[int]:
-    """How many pieces of a model each stage gets, such that the costliest stage is as cheap as possible.
+    """Share the pieces of a model out to stages, such that the costliest stage is as cheap as possible.
 
     Args:
         costs: of the pieces, in order.

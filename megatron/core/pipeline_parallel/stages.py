@@ -26,7 +26,7 @@ DECODER_LAYER = ("attention", "feed-forward")
 """The branches of a layer of which nothing else is known."""
 
 BranchNames = Sequence[Sequence[str]]
-"""What the branches of each layer are called, in words."""
+"""Names of the branches of each layer, for messages."""
 
 
 class LayerPart(NamedTuple):
@@ -62,7 +62,7 @@ def branches_of_layers(layers: range, names: BranchNames) -> range:
 
 @dataclass(frozen=True)
 class StageContents:
-    """What one stage holds."""
+    """Contents of one stage."""
 
     stage: int
     branches: range
@@ -168,7 +168,7 @@ class _LayoutParser:
 
 
 class _Order:
-    """What a layout string has named so far, and what may come next."""
+    """A layout string as read so far: the branches it has named, and what may come next."""
 
     def __init__(self, parser: _LayoutParser, names: BranchNames | None) -> None:
         self.parser, self.names = parser, names

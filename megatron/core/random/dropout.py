@@ -93,7 +93,7 @@ def _added(x: Tensor, residual: Tensor | None) -> Tensor:
 
 
 class NoDropout(nn.Module):
-    """What a rate of zero builds."""
+    """The identity, for a rate of zero."""
 
     def forward(self, x: Tensor, coordinates: DropoutCoordinates | None, residual: Tensor | None = None) -> Tensor:
         return _added(x, residual)

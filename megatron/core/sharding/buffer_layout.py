@@ -1,4 +1,4 @@
-"""How flat gradient memory is cut into buckets and shards: pure functions of sizes, read by the buffers themselves and
+"""The cut of flat gradient memory into buckets and shards: pure functions of sizes, read by the buffers themselves and
 by ``--dry-run``. Torch-free.
 
 Parameters lie in the order in which backward produces their gradients, each on a 64-element boundary; a bucket is the
@@ -83,7 +83,7 @@ def cut_buffer(sizes: Sequence[int], alone: Sequence[bool], bucket_size: int | N
 
 
 def owned_elements(sizes: Sequence[int], cut: BufferCut, num_shards: int) -> list[int]:
-    """How many elements of parameters each shard holds; the rest of a buffer is padding."""
+    """Elements of parameters in each shard; the rest of a buffer is padding."""
     owned = [0] * num_shards
     first = 0
     for stop, begin, end in cut.buckets:

@@ -1,4 +1,4 @@
-"""What of a parameter this rank updates. Optimizers step over these and need not know who cut them, and how."""
+"""The parts of parameters that this rank updates. Optimizers step over these and need not know who cut them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ParameterShard:
     gradient: Callable[[], Tensor | None]
     """Their gradient, in the shape of ``values``; a view wherever it lives in a buffer."""
     compute_dtype: torch.dtype
-    """What the model computes with; ``values`` may be more exact."""
+    """The values that the model computes with; ``values`` may be more exact."""
 
 
 def whole(parameter: nn.Parameter) -> ParameterShard:

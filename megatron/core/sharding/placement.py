@@ -41,7 +41,7 @@ __all__ = [
 
 DENSE_AXES = ("tp",)
 EXPERT_AXES = ("ep", "etp")
-"""What may stand in a mesh: the axes that split parameters, of either grid. A parameter is on one of the grids."""
+"""Axes that may stand in a mesh: those that split parameters, of either grid. A parameter is on one of the grids."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class XavierUniform:
 
 @dataclass(frozen=True)
 class AsBuilt:
-    """What the module's own constructor set: not a function of the seed and the name."""
+    """The values that the module's own constructor set: not a function of the seed and the name."""
 
 
 Init = Zeros | Ones | Normal | XavierUniform | AsBuilt
@@ -95,7 +95,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What a parameter is, independent of the rank that holds a part of it."""
+    """A parameter as declared, independent of the rank that holds a part of it."""
 
     shape: tuple[int, ...]
     """Logical global shape, without padding."""

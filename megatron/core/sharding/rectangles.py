@@ -26,7 +26,7 @@ class Rectangle(NamedTuple):
         return math.prod(self.lengths)
 
     def intersect(self, other: Rectangle) -> Rectangle | None:
-        """What both hold; None for nothing."""
+        """The intersection; None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other))
         lengths = tuple(end - offset for end, offset in zip(ends, offsets))
@@ -45,7 +45,7 @@ class Rectangle(NamedTuple):
 
 
 def coverage_problem(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> str:
-    """What is wrong if ``rectangles`` do not hold every element of ``shape`` exactly once; empty if they do."""
+    """Say what is wrong if ``rectangles`` do not hold every element of ``shape`` exactly once; empty if they do."""
     holding = sorted(each for each in rectangles if each.numel)
     held, size = sum(each.numel for each in holding), math.prod(shape)
     if held != size:

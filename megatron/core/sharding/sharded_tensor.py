@@ -36,7 +36,7 @@ class ShardedTensor:
 
     @property
     def rectangle(self) -> Rectangle:
-        """What of the global tensor it is."""
+        """Its place in the global tensor."""
         return Rectangle(self.offsets, tuple(self.local.shape))
 
     def __post_init__(self) -> None:

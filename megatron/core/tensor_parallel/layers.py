@@ -239,7 +239,7 @@ class RowParallelLinear(nn.Module):
         return self._with_bias(self._leave(output, self.group))
 
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
-        """What :meth:`forward` returns."""
+        """Finish :meth:`forward`, with what it returns."""
         return self._with_bias(summing.wait())
 
     def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -72,7 +72,7 @@ def accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class LinearTraits(NamedTuple):
-    """What a layer chose once."""
+    """Choices of a layer."""
 
     group: Group
     gather_input: bool = False

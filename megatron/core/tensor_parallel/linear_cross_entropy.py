@@ -144,7 +144,7 @@ def _logits(x_th: Tensor, weight: Tensor, chunk_tokens: int) -> Iterator[tuple[s
 
 
 def _gradient_sum(weight: Tensor, traits: LinearTraits) -> Tensor:
-    """What chunks add their share of dW to."""
+    """The sum to which chunks add their share of dW."""
     main_grad = fused_gradient(weight, traits)
     if main_grad is not None:
         return main_grad

@@ -1,4 +1,4 @@
-"""How the vocabulary is padded and split.
+"""Padding and split of the vocabulary.
 
 The padded size depends on a multiple and on nothing else that could reach the numbers: padded rows are zero, take no
 part in any softmax, get no gradient and are not part of any checkpoint.
@@ -28,7 +28,7 @@ def stored_vocab_size(vocab_size: int, multiple: int, group: Group) -> int:
 
 
 def num_true_entries(vocab_size: int, local_size: int, group: Group) -> int:
-    """How many of this rank's ``local_size`` vocabulary entries exist (the rest is padding)."""
+    """Number of this rank's ``local_size`` vocabulary entries that exist (the rest is padding)."""
     return max(0, min(local_size, vocab_size - group.rank * local_size))
 
 

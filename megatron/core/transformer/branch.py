@@ -34,9 +34,9 @@ class Stream(NamedTuple):
     """The residual stream at a branch's norm."""
 
     hidden: Tensor
-    """What is normalized."""
+    """Input of the norm."""
     residual: Tensor
-    """What the mixer's output is added to."""
+    """Added to the mixer's output."""
     normed: Tensor
 
 

@@ -1,4 +1,4 @@
-"""What the branches of a model take from outside besides the hidden states, in one object that travels through them.
+"""Facts that the branches of a model take besides the hidden states, in one object that travels through them.
 
 A fact that a branch newly needs is a field here, filled where a model makes the context (``GPTModel.forward``); every
 signature in between stays as it is.

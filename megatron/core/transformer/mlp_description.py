@@ -17,7 +17,7 @@ SETTINGS = (
     "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "quick_geglu", "activation_func_clamp_value",
     "glu_linear_offset",
 )  # fmt: skip
-"""What its weights depend on."""
+"""Settings that its weights depend on."""
 
 
 def is_gated(config: Config) -> bool:

@@ -60,7 +60,7 @@ def leave(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
 
 
 def finish(linear: Any, output: Any, ctx: ForwardContext) -> Tensor:
-    """What :func:`leave` started."""
+    """The collectives that :func:`leave` started."""
     return linear.finish(output)[0] if ctx.overlap else output
 
 

@@ -72,7 +72,7 @@ def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> 
 
 
 def recomputed_modules(config: RecomputeConfig) -> frozenset[str]:
-    """What selective recomputation drops; ValueError for names that it does not know."""
+    """Modules that selective recomputation drops; ValueError for names that it does not know."""
     if config.recompute_granularity != "selective":
         return frozenset()
     names = frozenset(("core_attn",) if config.recompute_modules is None else config.recompute_modules)

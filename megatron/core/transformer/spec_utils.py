@@ -37,7 +37,7 @@ class BranchSpec:
     norm_name: str = ""
     """Left out: ``pre_<name>_layernorm``."""
     site: str = ""
-    """By which dropout masks are drawn; left out: ``name``."""
+    """Name by which dropout masks are drawn; left out: ``name``."""
 
     def __post_init__(self) -> None:
         self.norm_name = self.norm_name or f"pre_{self.name}_layernorm"

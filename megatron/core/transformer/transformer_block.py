@@ -126,6 +126,6 @@ def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
 
 
 def branch_names(specs: Sequence[ModuleSpec]) -> list[list[str]]:
-    """What the branches of each layer are called; of a layer that is built as one piece, one name."""
+    """Names of the branches of each layer; of a layer that is built as one piece, one name."""
     parts = [branches_of(spec) for spec in specs]
     return [["layer"] if own is None else [each.name for each in own] for own in parts]

@@ -58,7 +58,7 @@ NUMBERS = (
     "grad_reduce_in_bf16", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
     "loss_scale_window", "min_loss_scale", "hysteresis",
 )  # fmt: skip
-"""What is computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
+"""Settings computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
 
 FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size")
 """A run that set one of these and resumes without it would silently go on with the default."""
@@ -120,7 +120,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
 
 
 def software_versions() -> dict[str, str]:
-    """What computes: another version may round otherwise."""
+    """Versions of what computes: another may round otherwise."""
     return {"python": platform.python_version(), "torch": str(torch.__version__)}
 
 

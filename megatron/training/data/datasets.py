@@ -1,4 +1,4 @@
-"""How many samples each split needs, what the data sets are told, and which tokenizer they were made with."""
+"""Data sets of a run: samples of each split, settings, and the tokenizer that they were made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process says why it ends: one message on stderr, and the same where torchrun looks for it."""
+"""The message by which a process says why it ends: on stderr, and where torchrun looks for it."""
 
 from __future__ import annotations
 

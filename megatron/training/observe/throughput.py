@@ -1,4 +1,4 @@
-"""How fast training runs, against what the device could do: tokens and model FLOPs per second, MFU, memory.
+"""Speed of training, against the peak of the device: tokens and model FLOPs per second, MFU, memory.
 
 Conventions: model FLOPs only (the Task's formula: causal attention, no recomputation, no embedding look-up); peaks are
 *dense*, as the vendors state them without sparsity. A device that is not in the table gets tokens per second and

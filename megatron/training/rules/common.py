@@ -1,4 +1,4 @@
-"""What the rules share: problems by field name."""
+"""Shared by the rules: problems by field name."""
 
 from __future__ import annotations
 

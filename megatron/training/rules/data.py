@@ -25,7 +25,7 @@ TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
     "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
 }
-"""What each tokenizer cannot do without."""
+"""Flags that each tokenizer needs."""
 
 
 def one_data_source_is_given(cfg: PretrainConfig) -> Problems:

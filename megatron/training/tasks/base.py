@@ -59,7 +59,7 @@ class Task:
         return ()
 
     def description(self) -> ModelDescription | None:
-        """What the model is made of; parameter counts, FLOPs and self-checks follow from it. None when unknown."""
+        """The description of the model; parameter counts, FLOPs and self-checks follow from it. None when unknown."""
         return None
 
     def num_parameters(self) -> int | None:

@@ -58,7 +58,7 @@ class GPTTask(Task):
         )
 
     def _branches(self, vp_stage: int) -> range:
-        """What this rank's model chunk holds; unlike GPTModel, the task knows the length of the training sequences."""
+        """Branches of this rank's model chunk; unlike GPTModel, the task knows the length of training sequences."""
         cfg, pp = self.cfg, parallel_state.get_process_groups().pp
         stages = pipeline_stages(cfg, self.description().costs)
         return stages[pp.rank + vp_stage * pp.size].branches

@@ -24,7 +24,7 @@ class NeighbourExchange:
         self._sent, self._received, self._works = sent, received, works
 
     def wait(self) -> Tensor:
-        """What the previous rank sent; on CUDA in stream order."""
+        """Return what the previous rank sent; on CUDA in stream order."""
         for work in self._works:
             work.wait()
         return self._received

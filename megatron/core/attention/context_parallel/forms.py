@@ -41,7 +41,7 @@ _ALONE = Group("alone")
 
 @dataclass(frozen=True)
 class _Plan:
-    """What one call of a form does: the tiles of each block of keys, and the means."""
+    """One call of a form: the tiles of each block of keys, kernel, dropout and group."""
 
     group: Group
     kernel: Kernel

@@ -90,7 +90,7 @@ class Kernel(Protocol):
 
 
 class FlashKernel:
-    """What flash kernels share: bands counted from the lower right corner, documents packed into one call.
+    """Base of flash kernels: bands counted from the lower right corner, documents packed into one call.
 
     A subclass gives ``_flash`` (differentiable where it serves whole sequences) and ``_flash_backward``. Tensors are of
     16 bits, on a GPU, of any strides whose last dim is contiguous. Nothing is copied on the way: queries, keys and

@@ -52,7 +52,7 @@ def transformer_engine_is_installed() -> bool:
 
 
 def missing_package(reason: str = "the package is not installed") -> ValueError:
-    """What to say where it was asked for."""
+    """The error where it was asked for."""
     return ValueError(f"--transformer-impl {NAME}: {reason}; install it: {INSTALL}; or take --transformer-impl local")
 
 
