@@ -41,14 +41,14 @@ from test_utils.tree_copies import copy_tree, end, fork, run_pytest
 
 NUMERICAL = [
     *(f"megatron/core/{name}" for name in (
-        "tensor_parallel", "context_parallel", "pipeline_parallel", "distributed", "optimizer", "transformer", "models",
-        "fusions", "dist_checkpointing", "datasets/blended_dataset.py", "datasets/blended_megatron_dataset_builder.py",
-        "datasets/gpt_dataset.py", "datasets/megatron_dataset.py", "datasets/utils.py", "rng.py", "placement.py",
-        "batch_schedule.py", "buffer_layout.py", "optimizer_param_scheduler.py", "flat_pieces.py", "process_groups.py",
-        "pipeline_layout.py",
+        "tensor_parallel", "attention", "pipeline_parallel", "distributed", "optimizer", "transformer", "models",
+        "description", "fusions", "dist_checkpointing", "random", "sharding", "schedules", "groups/process_groups.py",
+        "datasets/blended_dataset.py", "datasets/blended_megatron_dataset_builder.py", "datasets/gpt_dataset.py",
+        "datasets/megatron_dataset.py", "datasets/utils.py",
     )),
     *(f"megatron/training/{name}.py" for name in (
-        "trainer", "evaluate", "reduction", "finite_check", "dataloader", "datasets", "train_state", "resolve",
+        "trainer", "evaluate", "train_state", "observe/loss_sums", "checks/finite", "data/loader", "data/datasets",
+        "config/resolve",
     )),
     "megatron/training/tasks",
 ]  # fmt: skip

@@ -39,7 +39,7 @@ def group(axis, *ranks):
 
 
 def layers(*per_rank):
-    """Layers (halves of one count half) on each pipeline rank."""
+    """Layers on each pipeline rank; one of two branches counts half."""
 
     def are(_, run):
         finished(run)
