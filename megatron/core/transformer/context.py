@@ -38,7 +38,7 @@ class ForwardContext:
         return self.packed_seq_params is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
-        """Of the two halves of ``batch`` sequences; what is the same for all of them goes to both."""
+        """Contexts of the two halves of ``batch`` sequences; what is the same for all of them goes to both."""
 
         def part(x: Tensor, half: int, dim: int = 0) -> Tensor:
             return x.chunk(2, dim)[half] if x.shape[dim] == batch else x
