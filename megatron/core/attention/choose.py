@@ -100,16 +100,16 @@ def choose_kernel(request: Request) -> Choice:
 
 
 def _first_that_serves(request: Request) -> Choice:
-    words, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
+    remarks, asked, fix = [], f"--attention-backend {request.backend}", "choose --attention-backend auto"
     if request.flash_version is not None:
         asked, fix = f"--flash-attention-version {request.flash_version}", "leave the flag out"
-        words = [asked]
+        remarks = [asked]
     refused: dict[str, str] = {}
     for name in _candidates(request):
         reason = _SUPPORTS[name](request)
         if reason is None:
             others = [f"not {TITLES[other]}: {why}" for other, why in refused.items()]
-            return Choice(name, "; ".join([*words, request.situation, *others, *_remarks(name, request)]))
+            return Choice(name, "; ".join([*remarks, request.situation, *others, *_remarks(name, request)]))
         refused[name] = reason
     raise UserError(f"{asked}: {'; '.join(refused.values())} ({request.situation}); {fix}")
 

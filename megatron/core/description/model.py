@@ -188,8 +188,8 @@ class ModelDescription:
     @property
     def stored_vocabulary(self) -> int:
         """Rows of the word embeddings over all tensor-parallel ranks, padding included."""
-        words = self.embedding.params[0]
-        return (words.stored or words.shape)[0]
+        weight = self.embedding.params[0]
+        return (weight.stored or weight.shape)[0]
 
     @property
     def flops_per_sample(self) -> float:

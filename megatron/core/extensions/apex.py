@@ -66,7 +66,7 @@ class ApexWeightGradient:
     ``main_grad`` in the 16 bits of the other two. They read and write plain memory: everything must be contiguous.
     """
 
-    words = f"weight gradients: apex ({FLAG} wgrad)"
+    description = f"weight gradients: apex ({FLAG} wgrad)"
 
     def __init__(self) -> None:
         self._wide, self._narrow = _load("wgrad", EXTENSIONS["wgrad"], "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16")
@@ -84,7 +84,7 @@ class ApexNormalize:
     input and weights of one dtype. They do not take the residual stream along, which is added by itself.
     """
 
-    words = f"norms: apex ({FLAG} norm)"
+    description = f"norms: apex ({FLAG} norm)"
 
     def __init__(self) -> None:
         _load("norm", EXTENSIONS["norm"])  # which the package itself imports at its first use only
@@ -115,7 +115,7 @@ class ApexAdam:
     otherwise become one. What is kept in fewer bits is widened and stored again one tensor at a time.
     """
 
-    words = f"adam: apex ({FLAG} adam)"
+    description = f"adam: apex ({FLAG} adam)"
 
     def __init__(self) -> None:
         from megatron.core.fusions.master_weights import opened

@@ -119,7 +119,7 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     attention: dict[str, list[int]] = {}
     others: dict[str, None] = {}
     for chunk in model_chunks:
-        others |= dict.fromkeys(words for module in chunk.modules() for words in _words_of_parts(module))
+        others |= dict.fromkeys(line for module in chunk.modules() for line in _descriptions_of_parts(module))
         for layer in (module for module in chunk.modules() if isinstance(module, TransformerLayer)):
             kinds |= {getattr(module, "implementation", "local") for module in layer.modules() if _has_weights(module)}
             for branch in layer.branches:
@@ -127,9 +127,9 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
                     attention.setdefault(_words_of_attention(core), []).append(layer.layer_number)
     if kinds:
         yield f"layers: {', '.join(sorted(kinds))} (--transformer-impl)"
-    for words, layers in attention.items():
+    for line, layers in attention.items():
         where = "" if len(attention) == 1 else f" in layer{'s' if len(layers) > 1 else ''} {_listed(layers)}"
-        yield f"attention: {words}{where}"
+        yield f"attention: {line}{where}"
     yield from others
 
 
@@ -137,7 +137,7 @@ def _has_weights(module: nn.Module) -> bool:
     return any(True for _ in module.parameters(recurse=False))
 
 
-def _words_of_parts(module: nn.Module) -> Iterator[str]:
+def _descriptions_of_parts(module: nn.Module) -> Iterator[str]:
     """Names kernels inside a module that another package computes."""
     if isinstance(module, StreamNorm):
         kernel: object = module.normalize
@@ -146,7 +146,7 @@ def _words_of_parts(module: nn.Module) -> Iterator[str]:
     else:
         return
     if isinstance(kernel, ApexNormalize | ApexWeightGradient):
-        yield kernel.words
+        yield kernel.description
 
 
 def _words_of_attention(core: nn.Module) -> str:

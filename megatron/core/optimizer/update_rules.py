@@ -66,7 +66,7 @@ class Adam:
         self._update: AdamUpdate
         if "adam" in config.apex_parts:
             self._update = ApexAdam()
-            logger.info("%s", ApexAdam.words)
+            logger.info("%s", ApexAdam.description)
         else:
             self._update = choose_adam(masters)
 

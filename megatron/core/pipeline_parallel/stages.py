@@ -90,19 +90,19 @@ class StageContents:
         return not all(part.is_whole for part in self.parts)
 
     def __str__(self) -> str:
-        words = ["embedding"] if self.embedding else []
+        labels = ["embedding"] if self.embedding else []
         whole: list[int] = []
         for part in [*self.parts, None]:
             if part is not None and part.is_whole:
                 whole.append(part.layer + 1)
                 continue
             if whole:
-                words.append(f"layer {whole[0]}" if len(whole) == 1 else f"layers {whole[0]}-{whole[-1]}")
+                labels.append(f"layer {whole[0]}" if len(whole) == 1 else f"layers {whole[0]}-{whole[-1]}")
                 whole = []
             if part is not None:
                 held = " and ".join(part.names[branch] for branch in part.branches)
-                words.append(f"{held} of layer {part.layer + 1}")
-        return " + ".join(words + (["loss"] if self.loss else [])) or "nothing"
+                labels.append(f"{held} of layer {part.layer + 1}")
+        return " + ".join(labels + (["loss"] if self.loss else [])) or "nothing"
 
 
 # ---- layout strings

@@ -268,8 +268,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         stored = stored_vocab_size(num_embeddings, divisible_by, groups.tp)
         if stored > num_embeddings:
-            words = " > padded vocab (size: %d) with %d dummy tokens (new size: %d)"
-            notice(logger, words, num_embeddings, stored - num_embeddings, stored)
+            message = " > padded vocab (size: %d) with %d dummy tokens (new size: %d)"
+            notice(logger, message, num_embeddings, stored - num_embeddings, stored)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, groups.tp
         self.weight = parameter(
             (num_embeddings, embedding_dim), init=init_method, mesh={"tp": Shard(0)}, stored=(stored, embedding_dim),

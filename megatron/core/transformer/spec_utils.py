@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 
 
@@ -57,6 +56,8 @@ def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: An
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
     if "groups" not in kwargs and _needs_groups(spec.module):
+        from megatron.core import parallel_state  # torch: rules and --dry-run read specs without it
+
         kwargs["groups"] = parallel_state.get_process_groups()
     return spec.module(*args, **spec.params, **kwargs)
 

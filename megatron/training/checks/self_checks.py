@@ -212,17 +212,17 @@ def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branc
     """``everywhere``: names on all stages, ``branches``: what a parameter of a layer belongs to."""
     names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)
-    words = ["embedding"] if embedding and stage == 0 else []
+    parts = ["embedding"] if embedding and stage == 0 else []
     runs: dict[str, list[int]] = {}  # what is held of them -> layers
     for layer, own in sorted(_by_layer(names).items()):
         held = dict.fromkeys(branches.get(name, "a part") for name in sorted(own))
         runs.setdefault("" if own == whole[layer] else f"{' and '.join(held)} of ", []).append(layer + 1)
     for what, numbers in sorted(runs.items(), key=lambda run: run[1]):
-        words.append(f"{what}layer{'s' if len(numbers) > 1 else ''} {_span(numbers)}")
-    words += ["final norm"] if any("final_layernorm" in name for name in names) else []
-    words += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
-    words += ["output layer (tied)"] if embedding and stage > 0 else []
-    return " + ".join(words) or ", ".join(sorted(names)[:4]) or "nothing"
+        parts.append(f"{what}layer{'s' if len(numbers) > 1 else ''} {_span(numbers)}")
+    parts += ["final norm"] if any("final_layernorm" in name for name in names) else []
+    parts += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
+    parts += ["output layer (tied)"] if embedding and stage > 0 else []
+    return " + ".join(parts) or ", ".join(sorted(names)[:4]) or "nothing"
 
 
 def _by_layer(names: Iterable[str]) -> dict[int, set[str]]:

@@ -106,8 +106,8 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
     shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
     # what the first and the last stage may both hold has buckets of its own, so that its shards are cut alike
     tied = cfg.pipeline_model_parallel_size > 1 and cfg.use_distributed_optimizer
-    words = model.embedding.params[0]
-    alone = [tied and (each.param.tied_to is not None or each.param == words) for each in parameters]
+    word_embeddings = model.embedding.params[0]
+    alone = [tied and (each.param.tied_to is not None or each.param == word_embeddings) for each in parameters]
     bucket_size = chosen_bucket_size(
         sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
         num_ranks=_sum_ranks(cfg),

@@ -53,9 +53,9 @@ class Request:
     def situation(self) -> str:
         """``sm_90, bfloat16, head dim 128``."""
         where = "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
-        words = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
-        words += [] if self.window is None else ["window {},{}".format(*self.window)]
-        return ", ".join(words + (["deterministic"] if self.deterministic else []))
+        parts = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
+        parts += [] if self.window is None else ["window {},{}".format(*self.window)]
+        return ", ".join(parts + (["deterministic"] if self.deterministic else []))
 
     @property
     def blocks(self) -> bool:
