@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.core.config.cli import Problem
 from megatron.core.extensions.apex import INSTALL as INSTALL_APEX
 from megatron.core.extensions.apex import what_is_missing
 from megatron.core.extensions.cudnn import CUDNN_LENGTHS, cudnn_takes_lengths
@@ -13,9 +10,7 @@ from megatron.core.extensions.flash_attn import installed_versions
 from megatron.core.extensions.installed import is_installed
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import gpu_present
-from megatron.training.rules.common import Rule, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, problem
 
 ENGINE = "transformer_engine"
 _LOCAL = "--transformer-impl local"
@@ -113,12 +108,3 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
             yield problem(cfg, field, f"records a micro-batch, but here it {reason}", "leave one of the two out")
     if not gpu_present() and not cfg.dry_run:
         yield problem(cfg, field, "records what NVIDIA GPUs do, and there is none", "leave it out")
-
-
-RULES: tuple[Rule, ...] = (
-    cuda_graphs_repeat_fixed_work,
-    transformer_engine_can_run,
-    flash_attention_can_run,
-    cudnn_takes_the_sequence,
-    apex_parts_have_their_place,
-)

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.core.config.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, problem
 
 PATHS = (
     "save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path",
@@ -33,6 +28,3 @@ def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "start_over", "needs --save DIRECTORY")
     if cfg.start_over and cfg.save and cfg.load == cfg.save and not cfg.finetune:
         yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "leave one out")
-
-
-RULES: tuple[Rule, ...] = (paths_are_not_empty, starting_over_is_no_resuming)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from megatron.core.config.cli import Problem, flags_of
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 
-Rule = Callable[[PretrainConfig], Iterator[Problem]]
+Problems = Iterator[Problem]
+Rule = Callable[[PretrainConfig], Problems]
 
 
 @functools.cache

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
-from megatron.core.config.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, missing, problem
+from megatron.training.rules.common import Problems, missing, problem
 from megatron.training.rules.layout import nearest_multiples
-
-Problems = Iterator[Problem]
 
 
 def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
@@ -56,11 +52,3 @@ def two_levels_make_up_the_ranks(cfg: PretrainConfig) -> Problems:
     if len(levels) != 2 or min(levels) < 1 or math.prod(levels) != cp:
         reason = f"must be two sizes whose product is --context-parallel-size {cp}"
         yield problem(cfg, field, reason, f"for example: {pairs}")
-
-
-RULES: tuple[Rule, ...] = (
-    context_parallel_ranks_get_two_chunks,
-    exchanges_are_named_once_or_per_layer,
-    exchanged_heads_are_whole,
-    two_levels_make_up_the_ranks,
-)

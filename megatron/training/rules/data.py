@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
-from megatron.core.config.cli import Problem
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, missing, names_of, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, missing, names_of, problem
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
 
@@ -110,16 +106,3 @@ def lengths_agree(cfg: PretrainConfig) -> Problems:
 def mock_data_comes_from_the_loader(cfg: PretrainConfig) -> Problems:
     if cfg.mock_data and cfg.dataloader_type == "external":
         yield problem(cfg, "mock_data", "contradicts --dataloader-type external", "leave one out")
-
-
-RULES: tuple[Rule, ...] = (
-    one_data_source_is_given,
-    separate_paths_need_no_split,
-    split_has_what_is_used,
-    samples_can_be_listed,
-    separate_validation_data_is_given,
-    tokenizer_is_complete,
-    named_files_exist,
-    lengths_agree,
-    mock_data_comes_from_the_loader,
-)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.core.config.cli import Problem
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, problem
+from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.layout import common_divisors
-
-Problems = Iterator[Problem]
 
 
 def buckets_have_one_size(cfg: PretrainConfig) -> Problems:
@@ -56,11 +51,3 @@ def torch_fsdp2_stands_alone(cfg: PretrainConfig) -> Problems:
     if cfg.num_distributed_optimizer_instances == ranks > 1:
         reason = "leaves one rank per instance, and nothing to shard"
         yield problem(cfg, "num_distributed_optimizer_instances", reason, f"less than {ranks}")
-
-
-RULES: tuple[Rule, ...] = (
-    buckets_have_one_size,
-    optimizer_instances_divide_the_ranks,
-    fp32_accumulation_has_something_to_accumulate,
-    torch_fsdp2_stands_alone,
-)

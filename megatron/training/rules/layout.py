@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, missing, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, missing, problem
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
@@ -115,16 +112,3 @@ def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
     if cfg.sequence_parallel:
         reason = "contradicts --sequence-parallel, under which every rank keeps its own positions anyway"
         yield problem(cfg, "distribute_saved_activations", reason, "leave it out")
-
-
-RULES: tuple[Rule, ...] = (
-    ranks_fill_whole_replicas,
-    tensor_parallel_ranks_get_whole_heads,
-    key_value_heads_split_or_repeat_evenly,
-    sequence_parallel_ranks_get_equal_parts,
-    halves_of_micro_batches_can_take_turns,
-    files_of_settings_exist,
-    recomputation_is_complete,
-    recomputed_modules_are_known,
-    saved_activations_are_distributed_once,
-)

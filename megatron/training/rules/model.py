@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.core.config.cli import Problem
 from megatron.core.config.errors import UserError
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, missing, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, missing, problem
 
 
 def architecture_is_given(cfg: PretrainConfig) -> Problems:
@@ -121,22 +116,3 @@ def gradients_reduce_in_one_format(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "grad_reduce_in_bf16", "contradicts --accumulate-allreduce-grads-in-fp32", "choose one")
     if cfg.grad_reduce_in_bf16 and not cfg.bf16:
         yield problem(cfg, "grad_reduce_in_bf16", "needs --bf16")
-
-
-RULES: tuple[Rule, ...] = (
-    architecture_is_given,
-    layers_of_your_own_are_found,
-    heads_divide_the_width,
-    query_groups_divide_the_heads,
-    positions_cover_the_sequence,
-    position_table_is_consistent,
-    rotary_settings_need_rotary_positions,
-    rotary_channels_are_whole_pairs,
-    yarn_knows_its_original_context,
-    one_activation_is_chosen,
-    window_settings_belong_together,
-    one_query_key_norm_is_chosen,
-    one_precision_is_chosen,
-    loss_scaling_is_for_fp16,
-    gradients_reduce_in_one_format,
-)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.core.config.cli import Problem
 from megatron.core.pipeline_parallel.stages import LayoutError, parse_layout, pipeline_stages, virtual_pipeline_size
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, names_of, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, names_of, problem
 
 _SIZES = (
     "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
@@ -129,12 +124,3 @@ def _most_microbatches(cfg: PretrainConfig) -> int | None:
     except batch_sizes.ScheduleError:
         return None
     return max(sizes) // (cfg.micro_batch_size * cfg.data_parallel_size)
-
-
-RULES: tuple[Rule, ...] = (
-    one_way_of_splitting_layers_is_chosen,
-    pipeline_settings_need_a_pipeline,
-    layout_string_is_well_formed,
-    layers_fill_the_stages,
-    schedule_fits_the_stages,
-)

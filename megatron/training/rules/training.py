@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from megatron.core.config.cli import Problem
 from megatron.core.extensions.installed import is_installed
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Rule, missing, names_of, problem
-
-Problems = Iterator[Problem]
+from megatron.training.rules.common import Problems, missing, names_of, problem
 
 
 def micro_batch_is_given(cfg: PretrainConfig) -> Problems:
@@ -221,24 +216,3 @@ def profile_range_is_a_range(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "profile_step_end", f"must be larger than --profile-step-start {cfg.profile_step_start}")
     if cfg.profile and max(cfg.profile_ranks) >= cfg.world_size:
         yield problem(cfg, "profile_ranks", f"there are {cfg.world_size} ranks, counted from 0")
-
-
-RULES: tuple[Rule, ...] = (
-    micro_batch_is_given,
-    global_batch_divides,
-    evaluation_batch_divides,
-    duration_is_given_once,
-    schedule_counts_like_the_training,
-    learning_rate_is_given,
-    warmup_is_shorter_than_the_decay,
-    wsd_knows_its_decay,
-    weight_decay_ramp_is_complete,
-    stored_schedule_has_one_fate,
-    weights_are_gathered_where_gradients_overlap,
-    optimizer_state_keeps_what_counts,
-    saving_is_complete,
-    loading_has_a_source,
-    validation_sets_are_named,
-    log_sinks_are_complete,
-    profile_range_is_a_range,
-)

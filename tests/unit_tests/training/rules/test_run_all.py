@@ -12,10 +12,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.notices import notices
 from megatron.training.rules import checkpoints as rules_checkpoints
 from megatron.training.rules import data as rules_data
-from megatron.training.rules import layout as rules_layout
-from megatron.training.rules import model as rules_model
-from megatron.training.rules import training as rules_training
-from megatron.training.rules.run_all import check
+from megatron.training.rules.run_all import RULES, check, rules_of
 
 MODEL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32"
 BATCH = "--micro-batch-size 2 --lr 1e-3 --train-iters 10"
@@ -262,7 +259,7 @@ def test_lowered_batches_need_not_divide():
 
 
 def test_rules_have_names_and_run_once():
-    rules = [*rules_model.RULES, *rules_layout.RULES, *rules_training.RULES, *rules_data.RULES]
+    rules = [*RULES, *rules_of(rules_data)]
     assert len({rule.__name__ for rule in rules}) == len(rules) > 40
 
 
