@@ -76,7 +76,7 @@ def test_a_campaign_tells_what_is_noticed_from_what_is_not(tmp_path):
     survived = [row for row in rows if row["status"] == "survived"]
     assert len(rows) == 3 and len(survived) < 3, done.stdout + done.stderr
     assert done.returncode == (1 if survived else 0)
-    assert all("test_batch_schedule.py::" in row["test"] for row in rows if row["status"] == "caught")
+    assert all("test_batch_size.py::" in row["test"] for row in rows if row["status"] == "caught")
     assert (ROOT / "megatron/core/schedules/batch_size.py").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["coverage", "report.json"]
 
