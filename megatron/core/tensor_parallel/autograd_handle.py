@@ -55,6 +55,7 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # ``grad`` is the stand-in's; the gradient of x is what the collective that ``_End`` started brings
         return ctx.handle.take().wait(), None
 
 

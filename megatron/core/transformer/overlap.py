@@ -81,6 +81,7 @@ def _through(layers: Sequence[Any], hidden_states: Tensor, ctx: ForwardContext) 
 def alternate(first: Segments[Tensor], second: Segments[Tensor]) -> tuple[Tensor, Tensor]:
     """Runs both to their ends, ``first`` two segments ahead."""
     results: dict[Segments[Tensor], Tensor] = {}
+    # after these three, whichever is resumed waits for a collective that the other's last segment has hidden
     order = chain((first, second, first), _for_ever(first, second))
     while len(results) < 2:
         segments = next(order)

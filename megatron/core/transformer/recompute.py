@@ -42,6 +42,7 @@ def recompute(function: Callable, *args: Any) -> Any:
     """Only the arguments are kept."""
     if not torch.is_grad_enabled():
         return function(*args)
+    # non-reentrant: one backward pass over the first graph, so hooks that count gradients see each of them once
     return checkpoint(function, *args, use_reentrant=False)
 
 
@@ -59,6 +60,7 @@ def recompute_from_split_input(group: Group, function: Callable, *args: Any) -> 
     def pack(x: Tensor) -> Tensor | _Split:
         if not x.is_floating_point() or x.numel() == 0 or x.numel() % group.size:
             return x
+        # a clone: a view of the share would keep the memory of the whole
         return _Split(split_along_first_dim(x.detach().reshape(-1), group).clone(), x.shape)
 
     def unpack(kept: Tensor | _Split) -> Tensor:
@@ -119,18 +121,19 @@ def discard_output(
     output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor
 ) -> AbstractContextManager:
     """Operations inside keep a recipe instead of ``output`` (contiguous)."""
-    if not torch.is_grad_enabled() or output is argument:
+    if not torch.is_grad_enabled() or output is argument:  # the identity: its argument is kept anyway
         return nullcontext()
     address, size, dtype = output.data_ptr(), output.numel(), output.dtype
 
     def pack(x: Tensor) -> Tensor | _Recipe:
+        # by address: what operations save is a view or another object, and nothing else lies there while it is used
         is_it = x.data_ptr() == address and x.numel() == size and x.dtype == dtype and x.is_contiguous()
         return _Recipe(function, argument, x.shape) if is_it else x
 
     def unpack(kept: Tensor | _Recipe) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        with torch.no_grad():
+        with torch.no_grad():  # values alone: the gradient goes through the graph of the first forward pass
             return kept.function(kept.argument).view(kept.shape)
 
     return saved_tensors_hooks(pack, unpack)

@@ -86,7 +86,7 @@ class OnlineSoftmax:
         """No key has been seen."""
         if not self._started:
             self.out.zero_()
-            self.lse.fill_(-torch.inf)
+            self.lse.fill_(-torch.inf)  # the weight exp(lse) of what has seen no key is 0
             self._started = True
 
     def finish(self) -> tuple[Tensor, Tensor]:
@@ -101,6 +101,7 @@ class OnlineSoftmax:
         key, value = (_tokens(x).index_select(0, at.key_index) for x in (key, value))
         out, lse = self.kernel.forward_packed(query, key, value, at)
         total, total_lse = _tokens(self.out), _tokens(self.lse)
+        # copies, since documents lie scattered; the kernel merges in place, and the rows go back
         merged, merged_lse = total.index_select(0, at.query_index), total_lse.index_select(0, at.query_index)
         merge_attention_(*(x.transpose(0, 1).unsqueeze(0) for x in (merged, merged_lse, out, lse)))
         total.index_copy_(0, at.query_index, merged)
