@@ -5,10 +5,11 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
+from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.pipeline_parallel.stages import BranchNames
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
-from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.config.pretrain_config import PretrainConfig
 
 
@@ -21,7 +22,16 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
     if isinstance(found, ModuleSpec) or not callable(found):
         return found
     takes_config = "config" in signature(found).parameters
-    return found(config=core_transformer_config_from_args(cfg)) if takes_config else found()
+    return found(config=TransformerConfig(**values_of(ModelSettings, cfg))) if takes_config else found()
+
+
+def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:
+    """What the branches of each layer of :func:`layers_of_spec` are called; None: those of a decoder layer."""
+    if (spec := layers_of_spec(cfg)) is None:
+        return None
+    from megatron.core.transformer.transformer_block import branch_names, layer_specs  # specs are of torch's modules
+
+    return branch_names(layer_specs(spec, cfg.num_layers))
 
 
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:

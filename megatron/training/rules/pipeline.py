@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from megatron.core.pipeline_parallel.stages import LayoutError, parse_layout, pipeline_stages, virtual_pipeline_size
+from megatron.core.config.errors import UserError
+from megatron.core.pipeline_parallel.stages import (
+    BranchNames,
+    LayoutError,
+    parse_layout,
+    pipeline_stages,
+    virtual_pipeline_size,
+)
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import branches_of_spec
 from megatron.training.rules.common import Problems, names_of, problem
 
 _SIZES = (
@@ -43,10 +51,10 @@ def pipeline_settings_need_a_pipeline(cfg: PretrainConfig) -> Problems:
 
 def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     text, ranks = cfg.pipeline_model_parallel_layout, cfg.pipeline_model_parallel_size
-    if text is None or cfg.spec not in (None, ["local"]):  # the model itself compares your own layers with it
+    if text is None:
         return
     try:
-        stages = parse_layout(text)
+        stages = parse_layout(text, _branches(cfg))
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
@@ -65,6 +73,14 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
         own = stages[rank::ranks]
         if own and not any(stage.branches or stage.embedding or stage.loss for stage in own):
             yield problem(cfg, "pipeline_model_parallel_layout", f"leaves pipeline rank {rank} without anything")
+
+
+def _branches(cfg: PretrainConfig) -> BranchNames | None:
+    """None: those of decoder layers, or other rules say what is wrong with the layers of --spec or the sizes."""
+    try:
+        return branches_of_spec(cfg) if cfg.num_layers else None
+    except UserError:
+        return None
 
 
 def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:

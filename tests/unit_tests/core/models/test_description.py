@@ -99,6 +99,14 @@ SPECS = {
 }
 
 
+@pytest.mark.parametrize("name", SPECS)
+def test_a_spec_describes_what_the_settings_describe(name):
+    config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4, **SPECS[name])
+    spec = get_gpt_decoder_block_spec(config)
+    assert described(config, 50, 16, spec=spec) == described(config, 50, 16, spec=spec.layer_specs[0])
+    assert described(config, 50, 16, spec=spec) == described(config, 50, 16)
+
+
 def as_built(rank, world_size, overrides, options):
     """Global name -> (logical shape, dims split by axis, this rank's sizes in storage) of the built model."""
     from megatron.core import parallel_state
