@@ -106,7 +106,7 @@ def snapshot(cfg):
     from megatron.training.train_state import TrainState
 
     hooks = profilers(cfg, RunInfo(state=TrainState(), train_iters=8, device="cuda"))
-    return [hook.hook.path for hook in hooks]
+    return [hook.path for hook in hooks]
 
 
 def on_gpu(cfg):
