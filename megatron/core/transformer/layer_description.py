@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.description.model import Config, LayerPlace, Piece, norm, residual_branch
@@ -20,8 +20,9 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
         return tuple(_describe_branch(each, config, place) for each in apart)
     if describe := getattr(getattr(spec, "module", spec), "describe", None):
         return (describe(config, place),)
-    slots = getattr(spec, "submodules", None)
-    pieces = [_describe_branch(each, config, place) for each in branch_specs(slots or ())]
+    slots = branch_specs(getattr(spec, "submodules", None))  # of a class of your own they may be anything
+    own = [each for each in slots if isinstance(each, BranchSpec)] if isinstance(slots, Sequence) else []
+    pieces = [_describe_branch(each, config, place) for each in own]
     return (
         Piece(
             "layer", tuple(each for piece in pieces for each in piece.params),

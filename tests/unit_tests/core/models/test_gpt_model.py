@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.sharding.placement import unique_parameter_count
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 VOCAB, LENGTH, BATCH = 50, 12, 3
@@ -363,6 +364,27 @@ def test_layers_that_are_one_piece_stay_whole():
     assert all(each[1:] == (True, True) for each in whole)
     with pytest.raises(ValueError, match="'a' cuts layer 2, which is built as one piece, at position 3"):
         stage_of_two(0, theirs, pipeline_model_parallel_layout="Eta|ftL")
+
+
+class LayerOfAnotherKind(torch.nn.Linear):
+    """Neither branches nor a description; slots that only it can read."""
+
+    def __init__(self, config, submodules, layer_number, groups):
+        super().__init__(config.hidden_size, config.hidden_size, dtype=config.params_dtype)
+
+    def forward(self, hidden_states, ctx):
+        assert isinstance(ctx, ForwardContext)
+        return super().forward(hidden_states)
+
+
+def test_a_layer_of_another_kind_is_one_piece_that_nothing_is_known_of():
+    spec = replace(get_gpt_layer_local_spec(), module=LayerOfAnotherKind, submodules=object())
+    config = make_config()
+    model = GPTModel(config, spec, VOCAB, 16)
+    tokens, labels, positions = batch()
+    assert model(tokens, positions, labels=labels).isfinite().all()
+    described = describe_gpt(config, vocab_size=VOCAB, seq_length=16, max_sequence_length=16, spec=spec)
+    assert described.unknown == ["layer"] and described.costs == ((("layer",),) * 2, None, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
