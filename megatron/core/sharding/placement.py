@@ -288,7 +288,8 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
     ``partition_dim``: each rank holds an equal stretch of that dim. Nothing else is guessed.
 
     Raises:
-        UserError: for a ``partition_dim`` that the parameter does not have, or a ``partition_stride`` other than 1.
+        UserError: for a ``partition_dim`` that the parameter does not have, a ``partition_stride`` other than 1, or an
+            expert's ``allreduce = False``.
     """
     for name, param in model.named_parameters():
         if not hasattr(param, "spec"):
@@ -299,6 +300,11 @@ def adopt_declarations(model: nn.Module, groups: ProcessGroups) -> None:
 
 def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroups) -> ParameterSpec | None:
     declared = vars(param)
+    if declared.get("allreduce") is False:  # Megatron-LM's mark of experts, which says nothing about the global tensor
+        raise UserError(
+            f"parameter {name}: allreduce is False, as of an expert, whose ranks it does not name; create it with "
+            'megatron.core.sharding.placement.parameter(..., mesh={"ep": Shard(0)})'
+        )
     partial = {"tp": Partial()} if declared.get("sequence_parallel") else {}
     if not declared.get("tensor_model_parallel"):
         if "sequence_parallel" not in declared:

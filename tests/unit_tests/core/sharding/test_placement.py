@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group, ProcessGroups
 from megatron.core.sharding.placement import (
     Normal,
     Ones,
     Shard,
     XavierUniform,
+    Zeros,
+    adopt_declarations,
     initialize_parameters,
     local_rectangle,
     local_view,
@@ -129,3 +132,15 @@ def test_a_parameter_without_declaration_is_named():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="weight"):
         list(named_specs(model))
+
+
+def test_what_a_mesh_cannot_say_is_refused():
+    groups = tensor_parallel(0, 2)
+    with pytest.raises(ValueError, match="a mesh names axes of"):
+        parameter((4, 4), init=Zeros(), groups=groups, mesh={"tp": Shard(0), "ep": Shard(1)})
+    with pytest.raises(ValueError, match="created with their groups"):
+        parameter((4, 4), init=Zeros(), mesh={"tp": Shard(0)})
+    experts = nn.Linear(2, 2)
+    experts.weight.allreduce = False
+    with pytest.raises(UserError, match="weight: allreduce is False"):
+        adopt_declarations(experts, groups)
