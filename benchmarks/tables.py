@@ -124,6 +124,19 @@ def side_by_side() -> str:
     return table(header, rows) + (f"\n{versions(record)}. {record['note']}.\n" if rows else "")
 
 
+def pairs() -> str:
+    """Runs compared on one machine, minutes apart."""
+    rows = []
+    for pair in stored("pairs").get("pairs", []):
+        first, second = (pair[side] for side in ("first", "second"))
+        names = dict.fromkeys(f"`{each['row']}`" for each in (first, second))
+        commits = dict.fromkeys(each["environment"]["commit"][:7] for each in (first, second))
+        change = second["tflops_per_gpu"] / first["tflops_per_gpu"] - 1
+        speeds = first["tflops_per_gpu"], second["tflops_per_gpu"], f"{change:+.1%}"
+        rows.append((pair["what"], ", ".join(names), *speeds, ", ".join(commits)))
+    return table(("pair", "row", "first TFLOP/s per GPU", "second", "change", "commits"), rows)
+
+
 def profiles() -> str:
     """Where the gap to the limits is, of every row that was profiled by class."""
     parts = []
@@ -217,6 +230,7 @@ def plain(name: str) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     "side-by-side": side_by_side, "speed": speed, "training": partial(training, "training"),
     "training-before-kernels": partial(training, "training_before_kernels"),
+    "pairs": pairs,
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
