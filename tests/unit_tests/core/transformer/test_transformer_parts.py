@@ -160,9 +160,10 @@ def test_a_copy_of_a_layer_computes_with_its_own_weights():
 def test_branches_of_one_name_are_refused():
     (attention, mlp), config = get_gpt_layer_local_spec().submodules.branches, make_config()
     with pytest.raises(ValueError, match="parameters are called by these names, one each"):
-        TransformerLayer(config, [mlp, attention, mlp])
+        TransformerLayer(config, [mlp, attention, mlp], groups=SINGLE_PROCESS)
     other = replace(mlp, name="mlp_before", norm_name="", site="")
-    assert [name for name, _ in TransformerLayer(config, [other, attention, mlp]).named_children()] == [
+    layer = TransformerLayer(config, [other, attention, mlp], groups=SINGLE_PROCESS)
+    assert [name for name, _ in layer.named_children()] == [
         "pre_mlp_before_layernorm", "mlp_before", "mlp_before_dropout", "input_layernorm", "self_attention",
         "attention_dropout", "pre_mlp_layernorm", "mlp", "mlp_dropout",
     ]  # fmt: skip
