@@ -1,8 +1,6 @@
 """The rooms and the budgets of docs/developers/architecture.md, walked over the syntax trees of every file."""
 
 import ast
-import io
-import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -92,7 +90,7 @@ MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
-MAX_LIBRARY_LINES = 25_000  # of code: a limit on docstrings would only make them shorter
+MAX_LIBRARY_LINES = 38_000  # all of them counted
 MAX_ENTRY_LINES = 60
 OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
                          "megatron/core/tokenizers/", "megatron/training/hooks/")
@@ -274,26 +272,9 @@ def test_house_rules(path):
 
 
 def test_the_library_stays_small():
-    library = (path.read_text(encoding="utf-8") for path in FILES if path.is_relative_to(ROOT / "megatron"))
-    total = sum(map(lines_of_code, library))
-    assert total <= MAX_LIBRARY_LINES, f"{total} lines of code"
-
-
-def lines_of_code(source):
-    """Lines that are not blank and hold more than a comment or a docstring."""
-    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in layout]
-    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr) and _is_text(node.value)]
-    return len(lines - {line for node in texts for line in range(node.lineno, node.end_lineno + 1)})
-
-
-def _is_text(node):
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def test_what_counts_as_code():
-    assert lines_of_code('"""What it is."""\n\n# why\nx = [\n    1,  # one\n]\n') == 3
+    library = [path for path in FILES if path.is_relative_to(ROOT / "megatron")]
+    total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in library)
+    assert total <= MAX_LIBRARY_LINES, f"{total} lines"
 
 
 def test_parallel_state_pulls_in_few_modules():
