@@ -169,7 +169,7 @@ def make_kernel(config: TransformerConfig, layer_number: int, scale: float, form
 
 
 def _build(choice: Choice, request: Request, scale: float, config: TransformerConfig, layer_number: int) -> Kernel:
-    name, deterministic = choice.kernel, config.deterministic_mode
+    name, deterministic = choice.kernel, request.deterministic
     if name == "unfused":
         return UnfusedAttention(
             scale, layer_scale=float(layer_number) if config.apply_query_key_layer_scaling else 1.0,

@@ -1,4 +1,4 @@
-"""Describes the self-attention of ``attention.py``. Torch-free."""
+"""Describes the self-attention of ``transformer/attention.py``. Torch-free."""
 
 from __future__ import annotations
 

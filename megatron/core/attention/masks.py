@@ -38,6 +38,7 @@ class Mask:
 
 
 @functools.lru_cache(maxsize=4)  # all layers of a kind ask for the same
+@torch.inference_mode(False)  # what is kept must serve training too, which may save it for backward
 def _hidden_pairs(
     num_queries: int, num_keys: int, left: int | None, right: int | None, device: torch.device | None
 ) -> Tensor:

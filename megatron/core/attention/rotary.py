@@ -4,7 +4,7 @@
 
 Longer contexts than trained on come from slower angles: linear interpolation divides all positions (Chen et al. 2023),
 Llama 3 slows only the pairs that turn slowly, YaRN (Peng et al. 2023) blends between both and sharpens the attention.
-``RotaryFrequencies`` is plain data; ``RotaryEmbedding`` turns it into tables.
+These scalings are plain data; ``RotaryEmbedding`` makes tables of the angles.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 
 
 class RotaryTables(NamedTuple):
-    """Cosines and sines [s, 1, 1, r] of the angles of each position and channel pair."""
+    """Cosines and sines [s, 1, 1, r / 2] of the angles of each position and channel pair."""
 
     cos: Tensor
     sin: Tensor
@@ -111,8 +111,7 @@ class RotaryEmbedding(nn.Module):
         if self.width < 2 or self.width % 2:
             raise UserError(
                 f"rotary_percent {rotary_percent} of {kv_channels} channels per head is {self.width}; it must be an "
-                f"even "
-                "number of at least 2"
+                "even number of at least 2"
             )
         self.base, self.interpolation, self.scaling = float(rotary_base), interpolation or 1.0, scaling
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -125,6 +124,7 @@ class RotaryEmbedding(nn.Module):
         frequencies = self.base**-exponents
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies, self.base, self.width)
 
+    @torch.inference_mode(False)  # what is kept must serve training too, which saves it for backward
     def tables(self, positions: Tensor) -> RotaryTables:
         """Cosines and sines [s, 1, 1, r / 2] at any positions [s]. Angles are computed in fp64: fp32 loses 1e-2 at
         100k."""
@@ -155,8 +155,7 @@ def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnSca
     if original is None and config.rotary_scaling_factor > 1:
         raise UserError(
             "position_embedding_type 'yarn' with rotary_scaling_factor > 1 needs "
-            "yarn_original_max_position_embeddings, the "
-            "context length before stretching"
+            "yarn_original_max_position_embeddings, the context length before stretching"
         )
     return YarnScaling(
         factor=config.rotary_scaling_factor,

@@ -247,7 +247,13 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
             "hierarchical_context_parallel_sizes to initialize_model_parallel"
         )
     ring = _ring(outside, first_head + inside.rank * (local_heads // inside.size))
-    return ring._replace(form=lambda kernel: AllToAllAttention(inside, ring.form(kernel)))
+
+    def form(kernel: Kernel) -> Attention:
+        # plain torch as a ring even of one: blocks keep a log-sum-exp for backward, whole sequences all s^2 weights
+        inner = RingAttention(outside, kernel) if isinstance(kernel, UnfusedAttention) else ring.form(kernel)
+        return AllToAllAttention(inside, inner)
+
+    return ring._replace(form=form)
 
 
 def _ring(group: Group, first_head: int) -> Layout:

@@ -42,7 +42,7 @@ def _interface() -> Any:
     """
     try:
         return importlib.import_module(MODULES[4])
-    except (ImportError, OSError) as error:  # OSError: a native library
+    except Exception as error:  # a beta on top of other betas: of versions that do not fit, any error may come
         raise UserError(
             f"flash-attn-4 is installed, but cannot be imported ({error}); install it anew: {INSTALL[4]}; or choose "
             "--attention-backend fused"
@@ -69,6 +69,8 @@ def supports(request: Request) -> str | None:
         return f"the package is not installed; install it: {INSTALL[4]}"
     if not request.fits_flash:
         return "it takes bfloat16 or float16 and head dims that are multiples of 8 up to 256"
+    if request.capability[0] == 10 and 128 < request.channels < 256:
+        return "on Blackwell it takes head dims up to 128, and 256"
     by_name = request.backend != "auto" or request.flash_version is not None
     return None if by_name else _unmeasured(request)
 

@@ -1,4 +1,4 @@
-"""The kernel of dropout and residual addition draws the masks of ``core.rng``, in backward too."""
+"""The kernel of dropout and residual addition draws the masks of ``core.random``, in backward too."""
 
 import pytest
 import torch

@@ -441,3 +441,14 @@ def test_ids_outside_of_the_vocabulary_are_refused():
         model(tokens.masked_fill(tokens == tokens[0, 0], VOCAB + 1), positions)
     with pytest.raises(IndexError, match="outside of the vocabulary"):
         model(tokens, positions, labels=labels.masked_fill(labels == labels[0, 0], -100))
+
+
+@pytest.mark.parametrize("backend", ["unfused", "auto"])
+def test_a_model_that_was_run_in_inference_mode_can_be_trained(backend):
+    model = make_model(position_embedding_type="rope", attention_backend=backend, window_size=(7, 0))
+    tokens, labels, positions = batch()
+    with torch.inference_mode():
+        expected = model(tokens, positions, labels=labels)
+    losses = model(tokens, positions, labels=labels)
+    assert torch.equal(losses, expected)
+    losses.sum().backward()

@@ -12,14 +12,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 LENGTH, BATCH, VOCAB = 512, 2, 64
 
 
-def kept_bytes(rank, size, form, levels):
+def kept_bytes(rank, size, form, levels, attention_dropout=0.0):
     """Bytes of all tensors that the forward pass of a model saves, weights excluded."""
     groups = parallel_state.initialize_model_parallel(
         context_parallel_size=size, hierarchical_context_parallel_sizes=levels
     )
     config = TransformerConfig(
         num_layers=2, hidden_size=64, num_attention_heads=8, num_query_groups=4, context_parallel_size=size,
-        cp_comm_type=[form], hidden_dropout=0.1, attention_dropout=0.0, swiglu=True, normalization="RMSNorm",
+        cp_comm_type=[form], hidden_dropout=0.1, attention_dropout=attention_dropout, swiglu=True,
+        normalization="RMSNorm",
     )  # fmt: skip
     spec = get_gpt_decoder_block_spec(config)
     model = GPTModel(config, spec, VOCAB, LENGTH, position_embedding_type="rope", groups=groups)
@@ -49,3 +50,10 @@ def test_saved_bytes_per_rank_fall_with_context_parallelism(gloo_pool, form, siz
     (alone,) = gloo_pool.run(kept_bytes, 1, "p2p", None)
     for kept in gloo_pool.run(kept_bytes, size, form, levels):
         assert kept * size < 1.05 * alone, f"{kept} bytes on one of {size} ranks, {alone} on one rank"
+
+
+@pytest.mark.parametrize("form, size, levels", [("allgather", 2, None), ("a2a", 2, None), ("a2a+p2p", 2, [2, 1])])
+def test_no_form_keeps_the_weights_that_dropout_drops(gloo_pool, form, size, levels):
+    ring = max(gloo_pool.run(kept_bytes, size, "p2p", None, 0.1))
+    for kept in gloo_pool.run(kept_bytes, size, form, levels, 0.1):
+        assert kept < 1.1 * ring, f"{kept} bytes, {ring} in a ring"

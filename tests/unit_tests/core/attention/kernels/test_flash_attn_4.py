@@ -7,8 +7,10 @@ about six seconds each: FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 keeps them for 
 import pytest
 import torch
 
+from megatron.core.attention import choose
 from megatron.core.attention.choose import choose_kernel
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.kernels import flash_attn_4
 from megatron.core.attention.kernels.base import Request
 from megatron.core.attention.kernels.flash_attn_4 import FlashAttention4, WhereFaster
 from megatron.core.attention.kernels.torch_sdpa import TorchAttention
@@ -49,6 +51,9 @@ def request(**changes):
         ({"backend": "flash", "flash_packages": (2, 3, 4)}, "flash-attn 4", "compiled"),
         ({"backend": "flash", "window": (127, 0), "channels": 64}, "flash-attn 4", "window 127,0"),
         ({"backend": "flash", "capability": (10, 0)}, "flash-attn 4", "sm_100"),
+        ({"backend": "flash", "capability": (10, 3), "channels": 256}, "flash-attn 4", "sm_103"),
+        ({"backend": "flash", "capability": (10, 0), "channels": 192}, "flash", "on Blackwell it takes"),
+        ({"backend": "flash", "channels": 192}, "flash-attn 4", "head dim 192"),
         ({"backend": "flash", "capability": (8, 0)}, "flash", "for Hopper and Blackwell"),
         ({"flash_version": 4, "form": "ring"}, "flash-attn 4", "--flash-attention-version 4"),
         ({"flash_version": 4, "channels": 64}, "flash-attn 4", "--flash-attention-version 4"),
@@ -65,6 +70,7 @@ def test_it_is_chosen_where_it_was_measured_to_be_faster_or_is_asked_for(changes
         ({"flash_packages": ()}, "--flash-attention-version 4: the package is not installed; .*pip install"),
         ({"capability": (8, 0)}, "for Hopper and Blackwell"),
         ({"channels": 100}, "multiples of 8 up to 256"),
+        ({"channels": 136, "capability": (10, 0)}, "on Blackwell it takes head dims up to 128, and 256"),
         ({"dtype": torch.float32}, "bfloat16 or float16"),
         ({"backend": "fused"}, "contradicts --attention-backend fused"),
     ],
@@ -72,6 +78,37 @@ def test_it_is_chosen_where_it_was_measured_to_be_faster_or_is_asked_for(changes
 def test_asked_for_by_its_version_it_is_refused_where_it_cannot_serve(changes, message):
     with pytest.raises(ValueError, match=message):
         choose_kernel(request(flash_version=4, **changes))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """A machine with a GPU and the package, as far as the choice sees."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    for module in (choose, flash_attn_4):
+        monkeypatch.setattr(module, "installed_versions", lambda: (4,))
+    flash_attn_4.is_usable.cache_clear()
+    yield
+    flash_attn_4.is_usable.cache_clear()
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, TypeError, AttributeError])
+def test_one_that_cannot_be_imported_is_left_aside(monkeypatch, on_hopper, error):
+    """Releases of what it is built on that do not fit it break it in many ways."""
+
+    def fail(name):
+        raise error("no such thing")
+
+    monkeypatch.setattr(flash_attn_4.importlib, "import_module", fail)
+    assert core().choice.kernel == "cudnn"
+
+
+def test_deterministic_algorithms_of_torch_are_asked_of_it_too(monkeypatch, on_hopper):
+    fake_attention.install(monkeypatch, 4)
+    for asked in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda asked=asked: asked)
+        kernel = core(attention_backend="flash").form.kernel
+        assert isinstance(kernel, FlashAttention4) and kernel.deterministic == asked
 
 
 @pytest.mark.parametrize(
