@@ -55,7 +55,8 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
 
 def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
     """Where attention is cuDNN's because the user says so."""
-    if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or cfg.context_parallel_size > 1:
+    in_blocks = cfg.context_parallel_size > 1 and "a2a" not in cfg.cp_comm_type  # odd blocks go to the flash kernel
+    if cfg.attention_backend != "fused" or cfg.transformer_impl == ENGINE or in_blocks:
         return
     length, on_gpu = cfg.seq_length or 0, gpu_present() or cfg.dry_run
     is_cudnn = on_gpu and (cfg.bf16 or cfg.fp16) and not cfg.attention_dropout and cfg.flash_attention_version is None

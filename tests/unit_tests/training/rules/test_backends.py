@@ -126,15 +126,18 @@ def test_flash_attention_version_excludes(text, problem, everything_installed):
 
 
 @pytest.mark.parametrize(
-    ("text", "refused"),
+    ("text", "world_size", "refused"),
     [
-        ("--bf16 --attention-dropout 0", True), ("--bf16 --attention-dropout 0.1", False),
-        ("--attention-dropout 0", False),
-        ("--fp16 --attention-dropout 0 --seq-length 128 --max-position-embeddings 128", False),
+        ("--bf16 --attention-dropout 0", 1, True), ("--bf16 --attention-dropout 0.1", 1, False),
+        ("--attention-dropout 0", 1, False),
+        ("--fp16 --attention-dropout 0 --seq-length 128 --max-position-embeddings 128", 1, False),
+        ("--bf16 --attention-dropout 0 --context-parallel-size 2", 2, False),
+        ("--bf16 --attention-dropout 0 --context-parallel-size 2 --cp-comm-type a2a", 2, True),
     ],
 )  # fmt: skip
-def test_cudnn_by_name_needs_lengths_that_it_takes(text, refused, everything_installed):
-    found = problems(f"--attention-backend fused {text}")
+def test_cudnn_by_name_needs_lengths_that_it_takes(text, world_size, refused, everything_installed):
+    """Of whole sequences, which all-to-all attends over too; odd blocks of rings go to the flash kernel."""
+    found = problems(f"--attention-backend fused {text}", world_size)
     assert len(found) == refused and all("takes multiples of 128 tokens, not --seq-length 32" in each for each in found)
 
 
