@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt_description import describe_gpt
@@ -15,14 +17,23 @@ from megatron.training.config.pretrain_config import PretrainConfig
 
 def layers_of_spec(cfg: PretrainConfig) -> Any:
     """The layers that ``--spec`` names: one spec, or one per layer, or a function that makes them, given the library's
-    configuration where it takes a ``config``. None: the layers that the other flags describe."""
+    configuration where it takes a ``config``. None: the layers that the other flags describe.
+
+    Raises:
+        UserError: it names something else.
+    """
     if cfg.spec in (None, ["local"]):
         return None
     found = import_module(cfg.spec)
-    if isinstance(found, ModuleSpec) or not callable(found):
-        return found
-    takes_config = "config" in signature(found).parameters
-    return found(config=TransformerConfig(**values_of(ModelSettings, cfg))) if takes_config else found()
+    if callable(found) and not isinstance(found, type):
+        takes_config = "config" in signature(found).parameters
+        found = found(config=TransformerConfig(**values_of(ModelSettings, cfg))) if takes_config else found()
+    if not isinstance(found, ModuleSpec) and not isinstance(getattr(found, "layer_specs", None), Sequence):
+        raise UserError(
+            f"--spec {' '.join(cfg.spec)}: {found!r:.60} specifies no layers; name a ModuleSpec, "
+            "TransformerBlockSubmodules or a function that returns one of them"
+        )
+    return found
 
 
 def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:

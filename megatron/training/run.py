@@ -24,6 +24,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer, apply_checkpoint_args
 from megatron.training.checkpoint.history import check_save_folder
+from megatron.training.checkpoint.settings import settings_of_weights
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -158,7 +159,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     described = task.description()
     checkpointer = Checkpointer(
         cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
-        architecture=None if described is None else described.settings,
+        architecture=None if described is None else settings_of_weights(described),
     )  # fmt: skip
     state = checkpointer.load() or TrainState()
     parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from megatron.core.config.cli import ConfigError
+from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.checkpoint.settings import check_args
+from megatron.training.checkpoint.settings import ARCHITECTURE, check_args, settings_of_weights
 from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
@@ -114,6 +115,22 @@ def test_layers_without_a_description_train_and_are_not_counted(gloo_pool):
     assert ranks[1][1] > ranks[0][1] > 0
 
 
+@pytest.mark.parametrize("layers, parts", [("mixed_layers", [4, 5]), ("undescribed_layers", [2, 2])])
+def test_the_dry_run_needs_no_vocabulary(layers, parts):
+    """As with the tokenizers that are loaded only later."""
+    spec = f"--spec tests.test_utils.gated_recurrence {layers}"
+    cfg = settings(f"--num-layers 4 --pipeline-model-parallel-size 2 {spec}", 2)
+    assert "pipeline rank 1            layers 3-4 + loss" in dry_run_report(dataclasses.replace(cfg, vocab_size=None))
+    assert [len(stage.branches) for stage in stages_of(cfg, None)] == parts
+
+
+def test_what_specifies_no_layers_is_refused_in_one_line():
+    for name in ("torch.nn Linear", "os path", "platform python_version"):
+        cfg = settings(f"--num-layers 4 --spec {name}")
+        with pytest.raises(UserError, match=f"--spec {name}: .* specifies no layers"):
+            describe_run(cfg, VOCAB_SIZE)
+
+
 def test_stages_are_balanced_by_what_its_branches_cost():
     """The recurrence, at this width a third of a decoder layer on top, makes the third layer the longest."""
     described = describe_run(settings(MIXED), VOCAB_SIZE)
@@ -130,6 +147,7 @@ def test_stages_are_balanced_by_what_its_branches_cost():
 
 
 def test_a_layout_that_its_layers_do_not_have_is_refused():
+    settings(f"--num-layers 6 {SPEC} --pipeline-model-parallel-size 3 {CUT} Etta|aftta|afL", 3)
     with pytest.raises(ConfigError, match=r"Etta\|ftL: 'f' .* is not the last branch of layer 3"):
         settings(f"{MIXED} --pipeline-model-parallel-size 2 {CUT} Etta|ftL", 2)
 
@@ -207,6 +225,9 @@ def test_a_checkpoint_of_other_settings_of_its_layers_is_refused():
     check_args({"args": stored}, dict(stored), "here", architecture=described.settings)
     with pytest.raises(CheckpointError, match="another architecture: gate_width is 3, the checkpoint has 2"):
         check_args({"args": stored}, current, "here", architecture=described.settings)
+    assert settings_of_weights(described) == described.settings
+    unknown = describe_run(settings("--num-layers 3 --spec tests.test_utils.gated_recurrence undescribed_layers"), 9)
+    assert {*ARCHITECTURE} <= {*settings_of_weights(unknown)}
 
 
 PROGRAM = """

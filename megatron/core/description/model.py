@@ -206,10 +206,10 @@ class ModelDescription:
     def costs(self) -> ModelCosts:
         """For the balance of pipeline stages."""
         names = tuple(tuple(branch.name for branch in branches) for branches in self.layers)
-        if self.unknown:
-            return ModelCosts(names, None)
         layers = [[branch.time for branch in branches] for branches in self.layers]
         unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 each where all are alike
+        if self.unknown or not unit:  # a description without operations says nothing of time
+            return ModelCosts(names, None)
         return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), self.head.time / unit)
 
 

@@ -274,8 +274,8 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
         stages = parse_layout(config.pipeline_model_parallel_layout, costs.names)
         if len(stages) % ranks:
             raise LayoutError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
-        if (num := sum(stage.num_layers for stage in stages)) != config.num_layers:
-            raise LayoutError(f"the layout has {num:g} layers, the model {config.num_layers}")
+        if (num := len(stages[0].names)) != config.num_layers:
+            raise LayoutError(f"the layout has {num} layers, the model {config.num_layers}")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
         counts = _of_whole_layers(_given_ends(config, ranks, chunks), costs.names)

@@ -35,9 +35,9 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
 
 def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace) -> Piece:
     describe = getattr(getattr(spec.mixer, "module", spec.mixer), "describe", None)
-    if describe is None:
-        return Piece(spec.name, is_branch=True, is_known=False)
     describe_norm = getattr(getattr(spec.norm, "module", spec.norm), "describe", norm)
+    if describe is None or describe_norm is None:
+        return Piece(spec.name, is_branch=True, is_known=False)
     return residual_branch(
         describe(config, place), config, name=spec.name, norm_name=spec.norm_name, describe_norm=describe_norm
     )

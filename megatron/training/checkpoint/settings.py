@@ -13,6 +13,7 @@ import torch
 
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
 from megatron.core.config.cli import FlagSpec, flags_of
+from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.models.gpt_description import SETTINGS as DECODER_SETTINGS
@@ -64,6 +65,12 @@ FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size")
 """A run that set one of these and resumes without it would silently go on with the default."""
 
 UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
+
+
+def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
+    """Names of the settings without which the weights of a model mean something else. Layers that say nothing of
+    themselves may depend on any that built-in layers know."""
+    return tuple(dict.fromkeys((*model.settings, *(ARCHITECTURE if model.unknown else ()))))
 
 
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
@@ -134,7 +141,7 @@ def check_args(
     only other sizes are refused.
 
     Args:
-        objects: the checkpoint's, checked by ``checkpoint_schema``.
+        objects: the checkpoint's, checked by ``schema.py``.
         current: this run's settings, as plain JSON values.
         where: names the checkpoint in messages.
         architecture: names of the settings that say what the weights mean, a script's own flags among them.

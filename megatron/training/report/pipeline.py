@@ -15,8 +15,9 @@ from megatron.training.model_description import describe_run
 
 
 def stages_of(cfg: PretrainConfig, vocab_size: int | None) -> list[StageContents]:
-    """The stages of a run; an unknown vocabulary weighs nothing."""
-    return pipeline_stages(cfg, None if vocab_size is None else describe_run(cfg, vocab_size).costs)
+    """The stages of a run; with an unknown vocabulary layers count alike and stay whole."""
+    costs = describe_run(cfg, vocab_size or 0).costs
+    return pipeline_stages(cfg, costs._replace(layers=None) if vocab_size is None else costs)
 
 
 def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piece]]:

@@ -58,9 +58,9 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
-    layers = sum(stage.num_layers for stage in stages)
+    layers = len(stages[0].names)
     if cfg.num_layers and layers != cfg.num_layers:
-        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers:g} layers for --num-layers {cfg.num_layers}")
+        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for --num-layers {cfg.num_layers}")
     if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
         yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "leave it out")
     if ranks > 0 and len(stages) % ranks:

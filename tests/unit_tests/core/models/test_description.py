@@ -9,9 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.description.model import Piece
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 LLAMA_3_8B = TransformerConfig(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, swiglu=True,
@@ -105,6 +109,26 @@ def test_a_spec_describes_what_the_settings_describe(name):
     spec = get_gpt_decoder_block_spec(config)
     assert described(config, 50, 16, spec=spec) == described(config, 50, 16, spec=spec.layer_specs[0])
     assert described(config, 50, 16, spec=spec) == described(config, 50, 16)
+
+
+class Shapeless(torch.nn.Module):
+    """Describes parameters (none) and no operations."""
+
+    @staticmethod
+    def describe(config, place):
+        return Piece("shapeless")
+
+
+class UndescribedNorm(torch.nn.Module):
+    describe = None
+
+
+def test_stages_of_layers_that_take_no_time_or_have_unknown_norms_count_layers_alike():
+    config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4)
+    for norm, unknown in ((make_norm, []), (UndescribedNorm, ["shapeless"])):
+        spec = ModuleSpec(TransformerLayer, submodules=[BranchSpec("shapeless", Shapeless, norm)])
+        found = described(config, 50, 16, spec=spec)
+        assert found.unknown == unknown and found.costs == ((("shapeless",),) * 3, None, 0.0)
 
 
 def as_built(rank, world_size, overrides, options):

@@ -248,6 +248,17 @@ def test_a_layer_of_three_branches_ends_a_stage_behind_any_of_them():
             stages(text)
 
 
+def test_layers_that_are_cut_in_three_add_up_to_whole_layers():
+    """In floating point 7/3 + 2/3 + ... are not six."""
+    names = (DECODER_LAYER, DECODER_LAYER, THREE) * 2
+    for text in ("Etta|aftta|afL", "Etta|a|fttaa|fL", "Ettaa|fttaa|fL"):
+        config = shape(6, text.count("|") + 1, pipeline_model_parallel_layout=text)
+        stages = pipeline_stages(config, ModelCosts(names, None))
+        assert stages[-1].branches.stop == 14
+    six = ModelCosts((tuple("abcdef"),), None)
+    assert len(pipeline_stages(shape(1, 6, pipeline_model_parallel_layout="Ea|a|a|a|a|fL"), six)) == 6
+
+
 def test_layers_of_three_branches_are_balanced_by_what_each_costs():
     costs = ModelCosts((THREE,) * 2, ((0.5, 0.25, 0.25),) * 2, 1.0)
     assert list(map(str, pipeline_stages(shape(2, 2), costs))) == [
