@@ -45,7 +45,7 @@ def transformer_engine_attention(
     config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
     *, groups: ProcessGroups,
 ) -> nn.Module:  # fmt: skip
-    """Transformer Engine's attention; that of ``local`` where ranks share sequences, where no kernel is wanted and with
+    """Transformer Engine's attention; that of ``local`` under context parallelism, where no kernel is wanted and with
     attention dropout, of which the package draws masks that depend on the layout.
 
     Raises:

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.norm import StreamNorm
-from megatron.core.transformer.overlap import Segments
+from megatron.core.transformer.overlap import Segments, runs_its_segments
 from megatron.core.transformer.recompute import norm_output, run_of
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
@@ -55,10 +57,9 @@ class Branch:
         layer.add_module(
             self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
         )
-        self._takes_context = _takes(mixer.forward, "ctx", inspect.Parameter.VAR_POSITIONAL)
+        takes_context(type(mixer).forward)  # refuses what it cannot call before anything runs
         self._keeping, self._run = norm_output(config), run_of(config, spec.name)
         self._normed_is_residual = config.apply_residual_connection_post_layernorm
-        self._norm_adds = isinstance(norm, StreamNorm) and not self._normed_is_residual
 
     @property
     def norm(self) -> nn.Module:
@@ -71,6 +72,10 @@ class Branch:
     @property
     def dropout(self) -> nn.Module:
         return getattr(self.layer, self.dropout_name)
+
+    @property
+    def _norm_adds(self) -> bool:
+        return isinstance(self.norm, StreamNorm) and not self._normed_is_residual
 
     def enter(self, hidden: Tensor) -> Stream:
         """The norm of the stream."""
@@ -91,8 +96,9 @@ class Branch:
         """The mixer's output."""
         if ctx.overlap:
             return (yield from self.mixer.segments(stream.normed, ctx))  # type: ignore[operator]
+        mixer = self.mixer
         with self._keeping(stream.normed, self.norm, stream.hidden):
-            return self._run(self.mixer, stream.normed, *((ctx,) if self._takes_context else ()))
+            return self._run(mixer, stream.normed, *((ctx,) if takes_context(type(mixer).forward) else ()))
 
     def add(self, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Tensor:
         """The stream behind the branch."""
@@ -101,13 +107,31 @@ class Branch:
     @property
     def overlaps(self) -> bool:
         """Whether its mixer can leave its collectives under way."""
-        return bool(getattr(self.mixer, "overlaps", False))
+        return bool(getattr(self.mixer, "overlaps", False)) and runs_its_segments(self.mixer)
 
 
 def _build_mixer(slot: Any, config: TransformerConfig, layer_number: int, groups: ProcessGroups) -> nn.Module:
     numbered = _takes(getattr(slot, "module", slot), "layer_number", inspect.Parameter.VAR_KEYWORD)
     number = {"layer_number": layer_number} if numbered else {}
     return build_module(slot, config, groups=groups, **number)
+
+
+@cache
+def takes_context(forward: Callable[..., Any]) -> bool:
+    """Whether a mixer's ``forward`` is called with the context.
+
+    Raises:
+        UserError: it has an argument of its own for what the context holds: nothing would fill it.
+    """
+    if _takes(forward, "ctx", inspect.Parameter.VAR_POSITIONAL):
+        return True
+    facts = ("attention_mask", "rotary_pos_emb", "packed_seq_params")
+    if own := [name for name in facts if name in inspect.signature(forward).parameters]:
+        raise UserError(
+            f"{forward.__qualname__} takes {', '.join(own)}: make it forward(x, ctx); ctx.{own[0]} is the same "
+            "(megatron/core/transformer/context.py)"
+        )
+    return False
 
 
 def _takes(function: Callable[..., Any], name: str, rest: Any) -> bool:

@@ -55,7 +55,7 @@ def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: An
         spec = ModuleSpec(spec)
     if spec.submodules is not None:
         kwargs["submodules"] = spec.submodules
-    if "groups" not in kwargs and _needs_groups(spec.module):
+    if "groups" not in {*spec.params, *kwargs} and _needs_groups(spec.module):
         from megatron.core import parallel_state  # torch: rules and --dry-run read specs without it
 
         kwargs["groups"] = parallel_state.get_process_groups()

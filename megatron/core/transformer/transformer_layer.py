@@ -24,7 +24,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.transformer.branch import Branch
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
-from megatron.core.transformer.overlap import Segments, drain
+from megatron.core.transformer.overlap import Segments, drain, runs_its_segments
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 
 
@@ -70,8 +70,9 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)
-        if len({each.name for each in specs}) < len(specs):
-            raise UserError(f"branches {[each.name for each in specs]}: parameters are called by these names, one each")
+        names = [name for each in specs for name in (each.name, each.norm_name, each.dropout_name)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise UserError(f"{', '.join(twice)}: given to two modules; parameters are called by these names, one each")
         held = specs if branches is None else specs[branches.start : branches.stop]
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
 
@@ -90,7 +91,7 @@ class TransformerLayer(nn.Module):
     @property
     def overlaps(self) -> bool:
         """Whether all of its branches can leave their collectives under way."""
-        return all(branch.overlaps for branch in self.branches)
+        return runs_its_segments(self) and all(branch.overlaps for branch in self.branches)
 
 
 def branches_of(spec: ModuleSpec | Callable[..., Any]) -> Sequence[BranchSpec] | None:

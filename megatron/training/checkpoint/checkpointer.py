@@ -1,7 +1,7 @@
 """Saves and restores a run: weights, optimizer, schedule, counters, random states, settings, tokenizer.
 
-What is on disk is described in ``core/dist_checkpointing`` (one checkpoint) and ``checkpoint_files`` (the folder of
-them). A save that fails leaves every earlier checkpoint as it was and is reported, not raised; a load that cannot be
+What is on disk is described in ``core/dist_checkpointing`` (one checkpoint) and ``files.py`` (the folder of them). A
+save that fails leaves every earlier checkpoint as it was and is reported, not raised; a load that cannot be
 exact is refused.
 """
 

@@ -192,9 +192,9 @@ class GPTModel(MegatronModule):
 
         On a pipeline stage other than the last: hidden states [s, b, h]. ``attention_mask`` (bool, True where hidden)
         adds to causality; ``packed_seq_params`` keeps documents apart; ``sample_index`` int64 [b] are the samples'
-        places in the whole training run, on which dropout masks depend. Where ranks share sequences (context
-        parallelism), s counts this rank's tokens (``attention.context_parallel.zigzag``); ``position_ids`` and document
-        boundaries count tokens of the whole sequences.
+        places in the whole training run, on which dropout masks depend. Under context parallelism s counts this
+        rank's tokens (``attention/context_parallel/zigzag.py``); ``position_ids`` and document boundaries count tokens
+        of the whole sequences.
         ``loss_mask`` is accepted for programs that pass it: losses are of every token.
         """
         batch, length = input_ids.shape

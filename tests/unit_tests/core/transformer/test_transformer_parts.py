@@ -13,6 +13,7 @@ from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import document_mask, hidden_pairs
 from megatron.core.attention.tiles import Visibility, whole_tile
 from megatron.core.attention.window import layer_window
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import SINGLE_PROCESS
@@ -21,6 +22,7 @@ from megatron.core.random.dropout import Dropout, DropoutCoordinates, NoDropout,
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import Normal, XavierUniform
 from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import L2Norm, make_norm
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer, branches_of
@@ -144,6 +146,11 @@ def test_specs_pass_parameters_and_submodules():
     assert built == ((2,), {"a": 1, "b": 3, "submodules": "s"})
     assert build_module(make, 2, b=3) == ((2,), {"b": 3})
 
+    def grouped(*args, groups):
+        return groups
+
+    assert build_module(ModuleSpec(grouped, params={"groups": SINGLE_PROCESS})) is SINGLE_PROCESS
+
 
 def test_a_copy_of_a_layer_computes_with_its_own_weights():
     config = make_config(attention_dropout=0.0, init_method_std=1.0)
@@ -167,6 +174,66 @@ def test_branches_of_one_name_are_refused():
         "pre_mlp_before_layernorm", "mlp_before", "mlp_before_dropout", "input_layernorm", "self_attention",
         "attention_dropout", "pre_mlp_layernorm", "mlp", "mlp_dropout",
     ]  # fmt: skip
+
+
+def test_two_branches_do_not_share_a_norm_or_a_dropout_mask_by_accident():
+    (attention, mlp), config = get_gpt_layer_local_spec().submodules.branches, make_config()
+    for other in (replace(mlp, name="other"), replace(mlp, name="other", norm_name="other_norm")):
+        with pytest.raises(UserError, match="given to two modules"):
+            TransformerLayer(config, [attention, mlp, other], groups=SINGLE_PROCESS)
+
+
+class Doubled(torch.nn.Module):
+    """Without a context, unlike what it replaces."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+def test_the_modules_of_a_built_layer_can_be_replaced():
+    layer = build_module(get_gpt_layer_local_spec(), make_config(), layer_number=1)
+    x = torch.randn(5, 2, 24, dtype=DOUBLE)
+    layer.pre_mlp_layernorm = layer.mlp = Doubled()
+    attended = x + layer.self_attention(layer.input_layernorm(x))
+    torch.testing.assert_close(layer(x), attended + 2 * (2 * attended))
+
+
+class OfOlderArguments(torch.nn.Module):
+    def __init__(self, config, groups):
+        super().__init__()
+
+    def forward(self, hidden_states, attention_mask=None, rotary_pos_emb=None):
+        return hidden_states
+
+
+def test_a_mixer_to_which_no_one_would_give_its_rotations_is_refused():
+    (attention, _), config = get_gpt_layer_local_spec().submodules.branches, make_config()
+    with pytest.raises(UserError, match=r"OfOlderArguments.forward takes attention_mask, .* ctx.attention_mask"):
+        TransformerLayer(config, [replace(attention, mixer=OfOlderArguments)], groups=SINGLE_PROCESS)
+
+
+def test_what_is_more_than_its_segments_does_not_overlap():
+    """Two-batch overlap runs the segments alone."""
+
+    class Scaled(MLP):
+        def forward(self, hidden_states, ctx):
+            return 2 * super().forward(hidden_states, ctx)
+
+    class ScaledLayer(TransformerLayer):
+        def forward(self, hidden_states, ctx):
+            return 2 * super().forward(hidden_states, ctx)
+
+    class Named(MLP):
+        pass
+
+    slots, config = get_gpt_layer_local_spec().submodules, make_config()
+
+    def overlaps(layer, mlp):
+        own = replace(slots, mlp=ModuleSpec(mlp, submodules=slots.mlp.submodules))
+        return layer(config, own, groups=SINGLE_PROCESS).overlaps
+
+    assert overlaps(TransformerLayer, MLP) and overlaps(TransformerLayer, Named)
+    assert not overlaps(TransformerLayer, Scaled) and not overlaps(ScaledLayer, MLP)
 
 
 def test_only_layers_that_run_nothing_but_their_branches_are_cut():
