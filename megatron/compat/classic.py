@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
@@ -59,14 +58,17 @@ RETIRED_ARGS: dict[str, Any] = {
 }
 """Names that older scripts read."""
 
-_PROGRAM: ContextVar[_Program] = ContextVar("megatron_program")
+
+class _Current:
+    """Seen by every thread: autograd's, in which layers are recomputed on GPUs, have contexts of their own."""
+
+    program: _Program | None = None
 
 
 def _program() -> _Program:
-    try:
-        return _PROGRAM.get()
-    except LookupError:
-        raise RuntimeError("no program is running: call pretrain() or initialize_megatron() first") from None
+    if _Current.program is None:
+        raise RuntimeError("no program is running: call pretrain() or initialize_megatron() first")
+    return _Current.program
 
 
 def get_args() -> Namespace:
@@ -111,7 +113,7 @@ class ClassicTask(Task):
         super().__init__(cfg, tokenizer)
         self.functions = functions
         self._sample_index: Any = None
-        _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg))
+        _Current.program = _Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg)
         follow_batch_schedule(cfg, cfg.data_parallel_size)
 
     def model_provider(
@@ -229,7 +231,7 @@ def initialize_megatron(
     bring_up(cfg)
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
-    _PROGRAM.set(_Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg))
+    _Current.program = _Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg)
     follow_batch_schedule(cfg, cfg.data_parallel_size)
 
 
@@ -239,6 +241,6 @@ def get_model(
     """The model chunks of this rank as ``model_provider_func`` builds them, for programs with a loop of their own."""
     program = _program()
     task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
-    _PROGRAM.set(program)  # the task took its place
+    _Current.program = program  # the task took its place
     chunks = build_model(task, training_device())
     return [*parallelize(chunks, program.cfg, parallel_state.get_process_groups())] if wrap_with_ddp else chunks

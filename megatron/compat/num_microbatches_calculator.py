@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from megatron.core.schedules import batch_size as batch_schedule
@@ -36,7 +35,10 @@ class _Position:
     consumed_samples: int = 0
 
 
-_POSITION: ContextVar[_Position | None] = ContextVar("batch_position", default=None)
+class _Current:
+    """Seen by every thread: autograd's, in which layers are recomputed on GPUs, have contexts of their own."""
+
+    position: _Position | None = None
 
 
 def init_num_microbatches_calculator(
@@ -53,7 +55,7 @@ def init_num_microbatches_calculator(
         ValueError: a batch size that micro-batches and data-parallel ranks cannot share; the nearest are named.
         RuntimeError: it is set up already (``reconfigure_…`` replaces it).
     """
-    if _POSITION.get() is not None:
+    if _Current.position is not None:
         raise RuntimeError(
             "the number of micro-batches is already set up: call reconfigure_num_microbatches_calculator instead"
         )
@@ -81,12 +83,12 @@ def reconfigure_num_microbatches_calculator(
 def follow_batch_schedule(settings: BatchConfig, data_parallel_size: int, consumed_samples: int = 0) -> None:
     """The same for any object with the fields of a batch schedule, such as a run's whole configuration."""
     batch_schedule.check_batch_sizes(settings, data_parallel_size)
-    _POSITION.set(_Position(settings, data_parallel_size, consumed_samples))
+    _Current.position = _Position(settings, data_parallel_size, consumed_samples)
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Forget the schedule."""
-    _POSITION.set(None)
+    _Current.position = None
 
 
 unset_num_microbatches_calculator = destroy_num_microbatches_calculator
@@ -99,7 +101,7 @@ def update_num_microbatches(consumed_samples: int, consistency_check: bool = Tru
     batch size that changes.
     """
     before = get_current_global_batch_size()
-    _POSITION.set(replace(_position(), consumed_samples=consumed_samples))
+    _Current.position = replace(_position(), consumed_samples=consumed_samples)
     if verbose and get_current_global_batch_size() != before:
         logger.info("global batch size: %d -> %d", before, get_current_global_batch_size())
 
@@ -128,7 +130,7 @@ def get_micro_batch_size() -> int:
 
 
 def _position() -> _Position:
-    position = _POSITION.get()
+    position = _Current.position
     if position is None:
         raise RuntimeError(
             "the number of micro-batches is not set up: call init_num_microbatches_calculator(...) first (the training "

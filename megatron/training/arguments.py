@@ -73,7 +73,9 @@ def parse_args(
     found, problems = cli.segments(argv)
     problems += environment_problems()
     known = {*cli.flag_table(specs), *extras.names}
-    found, renamed, refused = absent.rewrite(found, known)
+    own = [segment for segment in found if segment.name in extras.names]  # a script's flags mean what the script says
+    found, renamed, refused = absent.rewrite([segment for segment in found if segment not in own], known)
+    found += own
     ours = [segment for segment in found if segment.name not in extras.names]
     read = (*specs, *(spec for spec in absent.specs() if extras.names.isdisjoint(spec.names)))
     values, misread = cli.read_segments(read, ours)

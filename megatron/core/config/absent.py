@@ -77,7 +77,7 @@ def _value(text: str) -> Any:
     """A number, list, bool or None where ``text`` spells one, else ``text``."""
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # TypeError: {[]: 1}
         return text
 
 
@@ -104,6 +104,11 @@ def by_name() -> dict[str, Absent]:
 def settings() -> dict[str, Absent]:
     """Rows by the name that programs give to the setting."""
     return {name: row for row in rows() for name in row.settings}
+
+
+def _answer_to(row: Absent, value: Any) -> Absent:
+    """The row of this value alone, where there is one."""
+    return by_name().get(f"{row.names[0]}={value}", row) if row.names else row
 
 
 def _spec(row: Absent) -> FlagSpec:
@@ -173,7 +178,7 @@ def answers(values: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
     for spec in specs():
         if spec.field not in values or values[spec.field] == spec.default:
             continue
-        row = by_name()[spec.names[0]]
+        row = _answer_to(by_name()[spec.names[0]], values[spec.field])
         if row.status == "not yet":
             shown = {} if spec.is_bool else {"value": values[spec.field]}
             problems.append(Problem(spec.names[0], f"{row.answer} not available yet", fix=LEAVE_OUT, **shown))
@@ -232,5 +237,7 @@ def _refused(name: str, value: Any) -> Iterator[Problem]:
     if row is None:
         if value:
             yield Problem(name, "exists in Megatron-LM, is not available here", value, LEAVE_OUT)
-    elif row.status == "not yet" and value != row.settings[name] and value is not None:
+        return
+    default, row = row.settings[name], _answer_to(row, value)
+    if row.status == "not yet" and value != default and value is not None:
         yield Problem(name, f"{row.answer} not available yet", value, LEAVE_OUT)

@@ -90,7 +90,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         Raises:
             ConfigError: an activation that this library does not have.
         """
-        settings = {_RENAMED.get(name, name): value for name, value in given.items()}
+        # renamed ones win: ``dataclasses.replace`` gives all fields beside what it was asked for by another name
+        settings = {name: value for name, value in given.items() if name not in _RENAMED}
+        settings |= {_RENAMED[name]: value for name, value in given.items() if name in _RENAMED}
         if "bias_activation_fusion" in settings:
             fused = settings.pop("bias_activation_fusion")
             settings = {"bias_gelu_fusion": fused, "bias_swiglu_fusion": fused} | settings
@@ -98,7 +100,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             settings["no_persist_layer_norm"] = not settings.pop("persist_layer_norm")
         if {"activation_func", "gated_linear_unit"} & settings.keys():
             function, gated = settings.pop("activation_func", None), settings.pop("gated_linear_unit", False)
-            kind = getattr(function, "__name__", "gelu"), bool(gated)
+            name = "gelu" if function is None else getattr(function, "__name__", type(function).__name__)
+            kind = name, bool(gated)
             if kind != ("gelu", False):
                 if kind not in _ACTIVATIONS:
                     reason = f"{'gated' if gated else 'plain'} {kind[0]} is not available"
@@ -152,4 +155,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
 
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """The name that programs import for multi-latent attention, which is not available yet."""
+    """The name that programs import for multi-latent attention, which is not available yet: to make one is refused."""
+
+    @classmethod
+    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """What it means in Megatron-LM, where its settings have defaults."""
+        return super().in_our_words({"multi_latent_attention": True, **given})

@@ -152,6 +152,9 @@ def parameter(
         raise ValueError(f"a mesh names axes of {DENSE_AXES} or of {EXPERT_AXES}, not {sorted(placed)}")
     if placed and groups is None:
         raise ValueError("a parameter that is split over ranks is created with their groups")
+    grid = EXPERT_AXES if placed.keys() & set(EXPERT_AXES) else DENSE_AXES
+    if not set(partial) <= set(grid):  # other ranks may hold other elements, which must not be added to these
+        raise ValueError(f"gradients of a parameter of this grid are partial sums over axes of {grid}, not {partial}")
     grad = dict.fromkeys(partial, Partial())
     spec = ParameterSpec(whole, init, placed, grad, len(whole) if ndim is None else ndim, stored, part)
     lengths = stored_rectangle(spec, groups or SINGLE_PROCESS).lengths
@@ -315,7 +318,7 @@ def _declared_by_attributes(name: str, param: nn.Parameter, groups: ProcessGroup
         raise UserError(
             f"parameter {name}: tensor_model_parallel with partition_dim {dim} and partition_stride {stride} does not "
             f"say which part of a tensor each rank holds; give a dim from 0 to {param.ndim - 1} and the stride 1, or "
-            "create it with megatron.core.sharding.placement.parameter(..., mesh={{\"tp\": Shard(dim)}})"
+            'create it with megatron.core.sharding.placement.parameter(..., mesh={"tp": Shard(dim)})'
         )
     shape = tuple(size * groups.tp.size if each == dim else size for each, size in enumerate(param.shape))
     return ParameterSpec(shape, AsBuilt(), {"tp": Shard(dim)}, partial, param.ndim, shape)

@@ -1,6 +1,7 @@
 """Programs that ask how many micro-batches there are now are told what the pure schedule says."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -45,3 +46,10 @@ def test_asking_too_early_and_setting_up_twice_say_what_to_call():
         calculator.init_num_microbatches_calculator(1, None, 8, 2, 2)
     calculator.reconfigure_num_microbatches_calculator(1, None, 16, 2, 2)
     assert calculator.get_num_microbatches() == 4
+
+
+def test_threads_are_told_too():
+    """On GPUs autograd recomputes layers in threads of its own."""
+    calculator.init_num_microbatches_calculator(0, None, 8, 2, 2)
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(calculator.get_num_microbatches).result() == 2

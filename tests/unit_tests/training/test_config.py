@@ -75,8 +75,10 @@ def test_model_parallel_configuration_has_dtypes():
     assert str(ModelParallelConfig(bf16=True).pipeline_dtype) == "torch.bfloat16"
 
 
-def test_latent_attention_has_its_fields():
-    assert MLATransformerConfig(**SIZES).kv_lora_rank == 32 and issubclass(MLATransformerConfig, TransformerConfig)
+def test_latent_attention_is_named_and_refused():
+    assert issubclass(MLATransformerConfig, TransformerConfig)
+    with pytest.raises(ConfigError, match="multi-latent attention is not available yet"):
+        MLATransformerConfig(**SIZES)
 
 
 def test_shared_fields_have_the_same_default_in_library_and_program():

@@ -1,5 +1,7 @@
 """The table of what has no field: every row is well formed, and command lines and programs get its answers."""
 
+import dataclasses
+import functools
 import logging
 
 import pytest
@@ -98,6 +100,34 @@ def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     assert [record.message.partition(":")[0] for record in caplog.records] == ["--async-save accepted without effect"]
 
 
+def test_a_value_has_the_same_answer_wherever_it_stands(caplog):
+    refused = ["--rerun-mode report_stats: gathering statistics by rerunning steps is not available yet; leave it out"]
+    assert problems_of("", args_defaults={"rerun_mode": "report_stats"}) == refused
+    with caplog.at_level(logging.WARNING):
+        assert parse_args(TINY.split(), args_defaults={"expert_tensor_parallel_size": 1})
+    assert [record.message for record in caplog.records] == [
+        "--expert-tensor-parallel-size accepted without effect: there are no experts"
+    ]
+    assert TransformerConfig(**SIZES, expert_tensor_parallel_size=1).expert_tensor_parallel_size == 1
+    with pytest.raises(ConfigError, match="expert_tensor_parallel_size 2: expert parallelism is not available yet"):
+        TransformerConfig(**SIZES, expert_tensor_parallel_size=2)
+
+
+def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
+    def own_flags(parser):
+        parser.add_argument("--rerun-mode", choices=["disabled", "report_stats"])
+
+    with caplog.at_level(logging.WARNING):
+        for value in ("disabled", "report_stats"):
+            cfg = parse_args(f"{TINY} --rerun-mode {value}".split(), extra_args_provider=own_flags)
+            assert cfg.rerun_mode == value
+    assert not caplog.records
+
+
+def test_a_value_that_no_expression_of_python_makes_is_a_text():
+    assert problems_of("--num-experts {[]:1}")[0].startswith("--num-experts {[]:1}: mixture of experts")
+
+
 def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
     with caplog.at_level(logging.WARNING):
         assert not parse_args(f"{TINY} --no-bias-gelu-fusion".split()).bias_gelu_fusion
@@ -116,7 +146,7 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     config = TransformerConfig(**SIZES, num_moe_experts=None, moe_router_topk=2, fp8=None, batch_p2p_comm=True,
                                deallocate_pipeline_outputs=True, mtp_num_layers=None)  # fmt: skip
     assert config.num_moe_experts is None and config.moe_grouped_gemm is False and config.deallocate_pipeline_outputs
-    assert MLATransformerConfig(**SIZES, kv_lora_rank=32).v_head_dim == 128
+    assert TransformerConfig(**SIZES, kv_lora_rank=32).v_head_dim == 128
     assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
@@ -126,6 +156,10 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
         "mtp_num_layers 1: exists in Megatron-LM, is not available here; leave it out",
         "num_moe_experts 8: mixture of experts is not available yet; leave it out",
     ]
+    with pytest.raises(ConfigError, match="multi_latent_attention True: multi-latent attention is not available yet"):
+        MLATransformerConfig(**SIZES)
+    with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):
+        TransformerConfig(**SIZES, enable_autocast=True)
     with pytest.raises(TypeError, match="hiden_size"):
         TransformerConfig(**SIZES, hiden_size=3)
 
@@ -139,8 +173,11 @@ def test_programs_may_use_the_words_of_megatron():
                                layernorm_zero_centered_gamma=True, num_layers_in_first_pipeline_stage=1)  # fmt: skip
     assert config.swiglu and config.gated_linear_unit and not config.bias_swiglu_fusion and config.apply_layernorm_1p
     assert config.decoder_first_pipeline_num_layers == 1
+    assert dataclasses.replace(config, layernorm_epsilon=1e-3).norm_epsilon == 1e-3
     with pytest.raises(ConfigError, match="plain silu is not available; gelu and squared_relu"):
         TransformerConfig(**SIZES, activation_func=silu)
+    with pytest.raises(ConfigError, match="plain partial is not available"):  # a callable without a name is no gelu
+        TransformerConfig(**SIZES, activation_func=functools.partial(silu))
 
 
 def test_a_derived_configuration_takes_them_too():

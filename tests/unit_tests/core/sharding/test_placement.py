@@ -144,3 +144,17 @@ def test_what_a_mesh_cannot_say_is_refused():
     experts.weight.allreduce = False
     with pytest.raises(UserError, match="weight: allreduce is False"):
         adopt_declarations(experts, groups)
+
+
+def test_partial_sums_are_over_axes_of_the_parameters_own_grid():
+    """The ranks of another axis hold other experts: a sum over them would be of different elements."""
+    for mesh, partial in (({"ep": Shard(0)}, ("tp",)), (None, ("ep",)), ({"tp": Shard(0)}, ("tq",))):
+        with pytest.raises(ValueError, match="partial sums over axes of"):
+            parameter((4, 4), init=Zeros(), mesh=mesh, partial=partial, groups=SINGLE_PROCESS)
+
+
+def test_a_stride_is_refused_with_words_that_can_be_copied():
+    module = nn.Linear(2, 2)
+    module.weight.tensor_model_parallel, module.weight.partition_stride = True, 2
+    with pytest.raises(UserError, match=r'mesh=\{"tp": Shard\(dim\)\}\)'):
+        adopt_declarations(module, SINGLE_PROCESS)
