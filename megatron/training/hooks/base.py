@@ -101,8 +101,10 @@ class Hooks(Hook):
         self._tell_all("on_saved", state)
 
     def on_train_end(self, state: TrainState) -> None:
-        self._show_steps()
-        self._tell_all("on_train_end", state)
+        try:
+            self._show_steps()  # reads the device, which an error may have left unreadable
+        finally:
+            self._tell_all("on_train_end", state)
 
     def _show_steps(self) -> None:
         if steps := self.interval.unseen():
