@@ -53,6 +53,7 @@ from megatron.training.trainer import Trainer
 from megatron.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+NO_FINAL_EVALUATION = "the final evaluation is not complete: the run was interrupted; the same command completes it"
 
 UNSAVED_EXIT_CODE = 75
 """sysexits' EX_TEMPFAIL: the last checkpoint could not be written; earlier ones are intact and can be resumed."""
@@ -140,10 +141,12 @@ def _train_and_evaluate(trainer: Trainer) -> int:
         reason = trainer.train()
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
+            if parts.state.iteration >= (cfg.train_iters or 0):  # a signal in the last iteration
+                logger.warning(NO_FINAL_EVALUATION)
             return code
     for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):
         if exits.interrupted():
-            logger.warning("the final evaluation is not complete: the run was interrupted")
+            logger.warning(NO_FINAL_EVALUATION)
             break
         trainer.evaluate(sets, name, final=True)
     return code

@@ -1,5 +1,7 @@
 """How a run ends: what the user can mend in one message, everything else with its traceback."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -18,6 +20,7 @@ from megatron.training.checks.self_checks import BuildError, ReplicasDiffer
 from megatron.training.exits.endings import message_of, tell_launcher
 from megatron.training.observe.metrics import NonFiniteError
 from megatron.training.start.rendezvous import RendezvousError
+from megatron.training.train_state import TrainState
 from tests.test_utils.gpt_runs import MODEL_FLAGS
 
 KINDS = {
@@ -116,3 +119,15 @@ def test_torchruns_report_lists_wrong_flags(report, monkeypatch):
     with pytest.raises(SystemExit, match="2"), exit_on_config_error("pretrain_gpt.py"):
         parse_args(["--nmu-layers", "2"])
     assert "--nmu-layers: unknown flag; did you mean --num-layers?" in report()
+
+
+@pytest.mark.parametrize("iteration, is_said", [(3, False), (4, True)])
+def test_a_signal_in_the_last_iteration_leaves_the_final_evaluation_to_the_next_start(iteration, is_said, caplog):
+    parts = SimpleNamespace(
+        state=TrainState(iteration), checkpointer=SimpleNamespace(failed_saves=0), valid_sets=[], test_sets=[]
+    )
+    reason = SimpleNamespace(finished=False, exit_code=0)
+    cfg = SimpleNamespace(skip_train=False, train_iters=4)
+    trainer = SimpleNamespace(cfg=cfg, parts=parts, exits=None, train=lambda: reason)
+    assert program._train_and_evaluate(trainer) == 0
+    assert ("the final evaluation is not complete" in caplog.text) == is_said
