@@ -58,7 +58,7 @@ def gemms(out_features: int, in_features: int) -> dict[str, tuple[Gemm, Callable
 
 
 def seconds_per_call(work: Callable[[], object], seconds: float) -> float:
-    """Of calls without a pause over about ``seconds``, a first quarter not counted."""
+    """Seconds of one of many calls without a pause, over about ``seconds``, a first quarter not counted."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed(count: int) -> float:

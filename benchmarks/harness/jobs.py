@@ -49,7 +49,7 @@ class Settings:
     iters: int | None = None
     """Instead of the row's own number."""
     profile: bool = True
-    """Of the last repeat."""
+    """Whether the last repeat is profiled."""
     smoke: bool = False
     timeout: float = 300.0
     extra: tuple[str, ...] = ()

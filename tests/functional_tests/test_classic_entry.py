@@ -38,7 +38,7 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def own_losses(gloo_pool, flags, tmp_path_factory):
-    """Of the suite's own program; its vocabulary is as large as what the scripts build, so that the sums agree."""
+    """The suite's own losses, with a vocabulary as large as what the scripts build, so that the sums agree."""
     folder = tmp_path_factory.mktemp("own")
     gloo_pool.run(train, 1, flags + NO_DROPOUT + ["--save", str(folder), "--make-vocab-size-divisible-by", "64"])
     return losses(folder)

@@ -65,11 +65,11 @@ class Outcome:
     """What is left of a run."""
 
     code: int | None
-    """Of the launcher, or the first that is not 0 of the ranks."""
+    """The launcher's exit code, or the first of the ranks that is not 0."""
     seconds: float
     """From the fault, or the start if there was none, to the end of the last process."""
     output: str
-    """Of the launcher."""
+    """What the launcher printed."""
     folder: Path
     errors: dict[int, str] = field(default_factory=dict)
     """What each rank wrote, to stdout and stderr."""

@@ -99,7 +99,7 @@ class Undescribed(GatedRecurrence):
 
 
 def undescribed_layers(config):
-    """Of one branch each."""
+    """Layers of one branch each."""
     backend = get_backend("local")
     slots = Slots(backend.column_parallel_linear, backend.row_parallel_linear)
     branch = BranchSpec("recurrence", ModuleSpec(Undescribed, submodules=slots), backend.norm)

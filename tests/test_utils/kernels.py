@@ -4,7 +4,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-"""Of the largest value: sums over thousands of rows, one rounding of the result (the interpreter truncates)."""
+"""A share of the largest value: sums over thousands of rows, one rounding of the result (the interpreter truncates)."""
 
 
 def filled(*shape, dtype, seed=0, device="cpu"):

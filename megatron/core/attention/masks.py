@@ -25,11 +25,11 @@ class Mask:
 
     visibility: Visibility = Visibility()
     documents: PackedSeqParams | None = None
-    """Of whole sequences, also where ranks hold parts of them."""
+    """What whole sequences see, also where ranks hold parts of them."""
     hidden: Tensor | None = None
     """Bool, True where hidden, broadcasts to [b, a, q, k] and adds to the rest; plain path only."""
     dropout: WeightDropout | None = None
-    """Of the weights; plain path only."""
+    """Dropout of the attention weights; plain path only."""
 
     @property
     def bounds(self) -> Bounds | None:

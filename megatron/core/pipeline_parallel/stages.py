@@ -37,7 +37,7 @@ class LayerPart(NamedTuple):
     branches: range
     """Which of the layer's branches."""
     names: Sequence[str]
-    """Of all the layer's branches."""
+    """Names of all branches of the layer."""
 
     @property
     def is_whole(self) -> bool:
@@ -68,7 +68,7 @@ class StageContents:
     branches: range
     """Counted from 0 through the whole model."""
     names: BranchNames = field(repr=False)
-    """Of the whole model."""
+    """Branch names of every layer of the whole model."""
     embedding: bool = False
     loss: bool = False
     num_mtp: int = 0

@@ -44,7 +44,7 @@ class BranchSpec:
 
     @property
     def dropout_name(self) -> str:
-        """Of the layer's module."""
+        """The name of the dropout among the layer's modules."""
         return f"{self.site}_dropout"
 
 

@@ -162,7 +162,7 @@ class _BlockAttention:
     kernel: Kernel
 
     def _plan(self, length: int, blocks: Sequence[Spans], mask: Mask) -> _Plan:
-        """Of this rank's queries, with whole sequences of ``length``."""
+        """The plan of this rank's queries, with whole sequences of ``length``."""
         _refuse_dense(mask)
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
         if mask.dropout is not None:

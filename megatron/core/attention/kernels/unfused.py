@@ -30,7 +30,7 @@ class UnfusedAttention:
     def __init__(self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False) -> None:
         self.scale, self.layer_scale = scale, layer_scale
         self.dropout: WeightDropout | None = None
-        """Of blocks; for whole sequences the mask has it."""
+        """Dropout of blocks; for whole sequences the mask has it."""
         self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
 
     def _softmax_in_fp32(self, scores: Tensor) -> Tensor:

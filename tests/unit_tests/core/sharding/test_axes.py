@@ -120,7 +120,7 @@ def batch(step):
 
 
 def own_tokens(tensor, groups):
-    """Of this data- and context-parallel rank."""
+    """The part of this data- and context-parallel rank."""
     return tensor.chunk(groups.dp_cp.size)[groups.dp_cp.rank]
 
 

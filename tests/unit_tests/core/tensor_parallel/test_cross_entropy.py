@@ -40,7 +40,7 @@ def expected(vocab, stored, dtype=DOUBLE):
 
 
 def _split_losses(rank, world_size, cases):
-    """Of each case (losses, gradient of x, of this rank's rows of the weight)."""
+    """For each case (losses, gradient of x, of this rank's rows of the weight)."""
     group = parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size).tp
     return [_split_loss(group, *case) for case in cases]
 

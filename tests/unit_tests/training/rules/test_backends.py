@@ -136,7 +136,7 @@ def test_flash_attention_version_excludes(text, problem, everything_installed):
     ],
 )  # fmt: skip
 def test_cudnn_by_name_needs_lengths_that_it_takes(text, world_size, refused, everything_installed):
-    """Of whole sequences, which all-to-all attends over too; odd blocks of rings go to the flash kernel."""
+    """A rule about whole sequences, which all-to-all attends over too; odd blocks of rings go to the flash kernel."""
     found = problems(f"--attention-backend fused {text}", world_size)
     assert len(found) == refused and all("takes multiples of 128 tokens, not --seq-length 32" in each for each in found)
 

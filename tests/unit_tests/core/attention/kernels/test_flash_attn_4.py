@@ -223,7 +223,7 @@ def core(**overrides):
 
 
 def kernel_names(module, inputs):
-    """Of forward and backward, after a first round."""
+    """Kernels of forward and backward, after a first round."""
     from torch.profiler import ProfilerActivity, profile
 
     leaves = [x.detach().requires_grad_() for x in inputs[:3]]
