@@ -141,7 +141,7 @@ def _train_and_evaluate(trainer: Trainer) -> int:
         reason = trainer.train()
         code = UNSAVED_EXIT_CODE if parts.checkpointer.failed_saves else reason.exit_code
         if not reason.finished:
-            if parts.state.iteration >= (cfg.train_iters or 0):  # a signal in the last iteration
+            if parts.state.iteration >= cfg.train_iters:  # a signal in the last iteration
                 logger.warning(NO_FINAL_EVALUATION)
             return code
     for sets, name in ((parts.valid_sets, "validation"), (parts.test_sets, "test")):

@@ -51,6 +51,8 @@ NAMES = {
     "megatron.core.tokenizers": "MegatronTokenizer",
     "megatron.training":
         "get_args get_timers get_tokenizer print_rank_0 print_rank_last pretrain get_model initialize_megatron",
+    "megatron.training.program": "run",
+    "megatron.core.placement": "parameter Shard",
     "megatron.training.arguments": "core_transformer_config_from_args",
 }
 
