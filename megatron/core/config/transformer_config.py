@@ -10,6 +10,7 @@ from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
+from megatron.core.config.moe import MoEConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
 from megatron.core.config.pipeline import PipelineConfig
 
@@ -35,6 +36,7 @@ _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", (
 class ModelSettings(
     NetworkSizeConfig,
     AttentionConfig,
+    MoEConfig,
     InitializationConfig,
     ParallelismConfig,
     PrecisionConfig,

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import RotaryTables
 from megatron.core.random.dropout import DropoutCoordinates
+from megatron.core.transformer.side_losses import SideLosses
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class ForwardContext:
     """Bounds of documents that do not see each other, in the flattened order [b * s]."""
     dropout: DropoutCoordinates | None = None
     """Where the tokens stand in the training run; None: nothing is dropped."""
+    side_losses: SideLosses | None = None
+    """Weight of losses in the middle of the model; None: there are none, as in evaluation."""
     overlap: bool = False
     """Whether another half of the micro-batch computes in between: collectives may then be left under way."""
 
@@ -45,11 +48,13 @@ class ForwardContext:
 
         def context(half: int) -> ForwardContext:
             mask, rotary, dropout = self.attention_mask, self.rotary_pos_emb, self.dropout
+            side = self.side_losses
             return replace(
                 self,
                 attention_mask=None if mask is None else part(mask, half),
                 rotary_pos_emb=None if rotary is None else RotaryTables(*(part(table, half, 1) for table in rotary)),
                 dropout=None if dropout is None else replace(dropout, sample_b=part(dropout.sample_b, half)),
+                side_losses=None if side is None else side._replace(tokens_b=part(side.tokens_b, half)),
                 overlap=True,
             )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,7 +44,49 @@ def recompute(function: Callable, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return function(*args)
     # non-reentrant: one backward pass over the first graph, so hooks that count gradients see each of them once
-    return checkpoint(function, *args, use_reentrant=False)
+    return checkpoint(partial(_Choices().run, function), *args, use_reentrant=False)
+
+
+class _Choices:
+    """What one recomputed function chose when it first ran, in order."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+        self.position: int | None = None
+        """Next choice to repeat; None in the first run."""
+
+    def run(self, function: Callable, *args: Any) -> Any:
+        before = _choices.set(self)
+        try:
+            return function(*args)
+        finally:
+            _choices.reset(before)
+            self.position = 0  # whatever runs from now on is a recomputation
+
+
+_choices: ContextVar[_Choices | None] = ContextVar("choices", default=None)
+
+
+def choose(make: Callable[[], Tensor]) -> Tensor:
+    """``make()``; where a function is computed again, what it was the first time.
+
+    For decisions that rounding could turn over (which experts a token goes to): one that fell out otherwise would
+    give a gradient to weights that took no part.
+    """
+    current = _choices.get()
+    if current is None:
+        return make()
+    if current.position is None:
+        current.made.append(make())
+        return current.made[-1]
+    current.position += 1
+    return current.made[current.position - 1]
+
+
+def is_recomputing() -> bool:
+    """Whether this is the second time: what counts tokens has counted these."""
+    current = _choices.get()
+    return current is not None and current.position is not None
 
 
 class _Split(NamedTuple):
