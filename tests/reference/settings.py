@@ -28,6 +28,19 @@ POSITIONS = {
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "no_yarn_correction_range_round_to_int": False, "mscale": 1.0,
     "mscale_all_dim": 0.0,
 }  # fmt: skip
+LATENT_ATTENTION = {
+    "multi_latent_attention": False, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": None, "softmax_type": "vanilla",
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": None, "moe_layer_freq": 1, "moe_ffn_hidden_size": None, "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False, "moe_router_topk": 2, "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
+    "moe_router_bias_update_rate": 1e-3, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": None, "moe_expert_capacity_factor": None, "moe_token_drop_policy": "probs",
+    "mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1,
+}  # fmt: skip
 OPTIMIZER = {
     "optimizer": "adam", "weight_decay": 0.01, "start_weight_decay": None, "end_weight_decay": None,
     "weight_decay_incr_style": "constant", "apply_wd_to_qk_layernorm": False, "clip_grad": 1.0, "adam_beta1": 0.9,
@@ -47,12 +60,14 @@ DATA = {
     1), "dataloader_type": "single", "mid_level_dataset_surplus": 0.005, "reset_position_ids": False,
     "reset_attention_mask": False, "eod_mask_loss": False, "null_tokenizer_eod_id": None, "null_tokenizer_pad_id": -1,
     "allow_ambiguous_pad_tokens": False, "eval_iters": 100, "eval_interval": None, "start_eval_at_iter": 0,
-    "eval_global_batch_size": None, "full_validation": False, "multiple_validation_sets": False,
+    "eval_global_batch_size": None, "eval_micro_batch_size": None, "full_validation": False, "multiple_validation_sets": False,
     "validation_set_names": None,
 }  # fmt: skip
-DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **OPTIMIZER, **SCHEDULE, **DATA}
+DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **OPTIMIZER, **SCHEDULE, **DATA}
 OTHER_WAYS = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "make_vocab_size_divisible_by",
-              "eval_micro_batch_size", "cross_entropy_chunk_tokens", "recompute_activations")  # fmt: skip
+              "cross_entropy_chunk_tokens", "recompute_activations", "moe_router_dtype", "moe_grouped_gemm",
+              "moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_fusion",
+              "moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap")  # fmt: skip
 """Flags that ask for another way to the same numbers."""
 
 

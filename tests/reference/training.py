@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from tests.reference.data import Corpus, batch_of, samples_of
-from tests.reference.model import Model, Weights, initial_weights
+from tests.reference.experts import Router
+from tests.reference.model import Model
 from tests.reference.settings import Settings
+from tests.reference.weights import Weights, initial_weights
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Run:
     steps: list[dict] = field(default_factory=list)
     evaluations: dict[tuple, float] = field(default_factory=dict)
     """(kind, iteration, name of the set or None) -> mean loss per valid token."""
+    routers: dict[str, Router] = field(default_factory=dict)
+    """By layer."""
 
 
 # ---- batch sizes
@@ -149,7 +153,8 @@ class Optimizer:
                 low = c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr
                 rate = learning_rate(c, n, c.decoupled_lr, low)
             of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
-            is_decayed = weight.dim() > 1 or c.apply_wd_to_qk_layernorm and of_heads
+            is_matrix = weight.dim() > 1 and not name.endswith("bias")  # a bias of many experts is none
+            is_decayed = is_matrix or c.apply_wd_to_qk_layernorm and of_heads
             decay = weight_decay(c, n) if is_decayed else 0.0
             if c.optimizer == "sgd":
                 m.mul_(c.sgd_momentum).add_(g + decay * weight)
@@ -168,19 +173,28 @@ def clip_factor(c: Settings, size: float) -> float:
 # ---- the run
 
 
-def loss_sum(c: Settings, weights: Weights, samples: list, first: int, training: bool) -> tuple[Tensor, float]:
-    """(sum over valid tokens, their number) of samples ``first`` and on of the stream."""
-    batch = batch_of(c, samples, first)
-    losses = Model(c, weights, batch, training).losses()
-    return (losses * torch.from_numpy(batch.loss_mask)).sum(), float(batch.loss_mask.sum())
+def gradients_of(c: Settings, weights: Weights, routers: dict, samples: list, first: int) -> tuple[dict, Weights]:
+    """Means that a global batch logs, and gradients of what is minimized; samples are ``first`` and on of the stream.
 
-
-def gradients_of(c: Settings, weights: Weights, samples: list, first: int) -> tuple[float, float, Weights]:
-    """Mean loss per valid token of the global batch, valid tokens, gradients of that mean."""
+    That is the mean over valid tokens of the loss, and of those of tokens further ahead, each over its own number of
+    tokens; plus, of each layer with experts, the losses that balance it.
+    """
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    total, count = loss_sum(c, leaves, samples, first, training=True)
-    (total / count).backward()
-    return total.item() / count, count, {name: leaf.grad for name, leaf in leaves.items()}
+    batch = batch_of(c, samples, first)
+    model = Model(c, leaves, batch, routers, c.micro_batch_size, training=True)
+    count = float(batch.loss_mask.sum())
+    objective = (model.losses() * torch.from_numpy(batch.loss_mask)).sum() / count
+    record = {"lm loss": objective.item(), "num_tokens": count}
+    for depth, (total, tokens) in enumerate(model.later_losses, start=1):
+        record[f"mtp_{depth} loss"] = total.item() / tokens
+        objective = objective + c.mtp_loss_scaling_factor / len(model.later_losses) * total / tokens
+    for name, terms in model.side_losses.items():
+        record[name] = sum(term.item() for _, term in terms) / len(terms)
+        objective = objective + sum(coefficient * term for coefficient, term in terms)
+    objective.backward()
+    for router in routers.values():
+        router.end_batch(c)
+    return record, {name: leaf.grad for name, leaf in leaves.items()}
 
 
 def norm(tensors) -> float:
@@ -190,11 +204,18 @@ def norm(tensors) -> float:
 @torch.no_grad()
 def evaluate(c: Settings, run: Run, sets: dict[str, list], iteration: int, which: str) -> None:
     """Every set by itself: all of its samples, without dropout; sums first, one division at the end."""
+    size = c.eval_micro_batch_size or c.micro_batch_size
+    step = max(16 // size, 1) * size
     for index, samples in enumerate(sets[which]):
         samples = samples if c.full_validation else samples[: samples_of_evaluation(c)]
-        sums = [loss_sum(c, run.final, samples[i : i + 16], i, training=False) for i in range(0, len(samples), 16)]
+        total = count = 0.0
+        for first in range(0, len(samples), step):
+            batch = batch_of(c, samples[first : first + step], first)
+            losses = Model(c, run.final, batch, run.routers, size, training=False).losses()
+            total += (losses * torch.from_numpy(batch.loss_mask)).sum().item()
+            count += float(batch.loss_mask.sum())
         name = (c.validation_set_names or ["0", "1", "2", "3"])[index] if len(sets[which]) > 1 else None
-        run.evaluations[which, iteration, name] = sum(s.item() for s, _ in sums) / sum(count for _, count in sums)
+        run.evaluations[which, iteration, name] = total / count
 
 
 def samples_of_evaluation(c: Settings) -> int:
@@ -218,7 +239,8 @@ def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = 
         if c.weight_decay_incr_style != "constant":
             record["weight_decay"] = weight_decay(c, n)
         if iteration not in skipped:
-            record["lm loss"], record["num_tokens"], gradients = gradients_of(c, weights, samples, n)
+            means, gradients = gradients_of(c, weights, run.routers, samples, n)
+            record |= means
             if not record["skipped"]:
                 record["grad_norm"] = norm(gradients.values())
                 factor = clip_factor(c, record["grad_norm"])

@@ -37,6 +37,21 @@ class Names:
     head: str = "lm_head"
     conv1d: bool = False
     """Matrices are stored [in, out] (GPT-2)."""
+    router: str = "mlp.gate"
+    selection_bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    experts_interleaved: bool = False
+    """Experts' matrices are stored [expert, in, out], gate and linear half in turn (GPT-OSS)."""
+    shared: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+    shared_fc2: str = "mlp.shared_experts.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
+    latent: tuple[tuple[str, str], ...] = (
+        ("linear_q_proj", "self_attn.q_proj"), ("linear_q_down_proj", "self_attn.q_a_proj"),
+        ("q_layernorm", "self_attn.q_a_layernorm"), ("linear_q_up_proj", "self_attn.q_b_proj"),
+        ("linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"), ("kv_layernorm", "self_attn.kv_a_layernorm"),
+        ("linear_kv_up_proj", "self_attn.kv_b_proj"),
+    )  # fmt: skip
+    sinks: str = "self_attn.sinks"
 
 
 LLAMA = Names()
@@ -60,6 +75,10 @@ GPT2 = Names(
     final_norm="transformer.ln_f", conv1d=True,
 )  # fmt: skip
 BIGCODE = replace(GPT2, conv1d=False)
+GPT_OSS = replace(LLAMA, router="mlp.router", experts_interleaved=True)
+QWEN2_MOE = replace(
+    LLAMA, shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_fc2="mlp.shared_expert.down_proj"
+)
 
 
 @dataclass(frozen=True)
@@ -80,12 +99,14 @@ def flags_of(model: Family) -> list[str]:
 
 
 def build(model: Family) -> torch.nn.Module:
-    """The foreign model in float32; norms and biases are random too, so that each of them matters."""
+    """The foreign model in float32; norms, biases and buffers of routers are random too, so that each of them
+    matters."""
     import transformers
 
     common = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
         "max_position_embeddings": 64, "initializer_range": 0.2, "attn_implementation": "eager",
+        "experts_implementation": "eager",
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     config = getattr(transformers, f"{model.architecture}Config")(**{**common, **model.settings})
@@ -94,9 +115,9 @@ def build(model: Family) -> torch.nn.Module:
     torch.manual_seed(7)
     foreign = model_class(config).float().eval()
     with torch.no_grad():
-        for parameter in foreign.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape) * 0.2)
+        for name, value in foreign.state_dict().items():
+            if value.dim() == 1 or name.endswith("_bias"):
+                value.add_(torch.randn(value.shape) * 0.2)
     return foreign
 
 
@@ -123,22 +144,46 @@ def to_ours(tensors: dict[str, torch.Tensor], names: Names, groups: int, channel
                     parts = [part.T for part in parts]
                 found[f"{ours}.{kind}"] = arrange(parts)
 
+    def take_experts(here: str, there: str) -> None:
+        for ours, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+            for kind, key in (("weight", f"{there}.{theirs}"), ("bias", f"{there}.{theirs}_bias")):
+                if (value := tensors.get(key)) is not None:
+                    if names.experts_interleaved:
+                        value = value.transpose(1, 2) if kind == "weight" else value
+                        value = torch.cat((value[:, ::2], value[:, 1::2]), 1) if ours == "linear_fc1" else value
+                    found[f"{here}.{ours}.{kind}"] = value
+
     take("embedding.word_embeddings", names.embedding)
     if names.positions:
         take("embedding.position_embeddings", names.positions)
     for i in range(LAYERS):
         here, there = f"decoder.layers.{i}", f"{names.layer}.{i}"
         take(f"{here}.input_layernorm", f"{there}.{names.attention_norm}")
-        take(
-            f"{here}.self_attention.linear_qkv", *(f"{there}.{name}" for name in names.qkv),
-            arrange=lambda parts: _qkv(parts, names, groups, channels),
-        )  # fmt: skip
+        if f"{there}.{names.latent[-1][1]}.weight" in tensors:
+            for ours, theirs in names.latent:
+                take(f"{here}.self_attention.{ours}", f"{there}.{theirs}")
+        else:
+            take(
+                f"{here}.self_attention.linear_qkv", *(f"{there}.{name}" for name in names.qkv),
+                arrange=lambda parts: _qkv(parts, names, groups, channels),
+            )  # fmt: skip
         take(f"{here}.self_attention.q_layernorm", f"{there}.{names.q_norm}")
         take(f"{here}.self_attention.k_layernorm", f"{there}.{names.k_norm}")
         take(f"{here}.self_attention.linear_proj", f"{there}.{names.proj}")
         take(f"{here}.pre_mlp_layernorm", f"{there}.{names.mlp_norm}")
         take(f"{here}.mlp.linear_fc1", *(f"{there}.{name}" for name in names.fc1))
         take(f"{here}.mlp.linear_fc2", f"{there}.{names.fc2}")
+        take(f"{here}.mlp.router", f"{there}.{names.router}")
+        take_experts(f"{here}.mlp.experts", f"{there}.{names.experts}")
+        take(f"{here}.mlp.shared_experts.linear_fc1", *(f"{there}.{name}" for name in names.shared))
+        take(f"{here}.mlp.shared_experts.linear_fc2", f"{there}.{names.shared_fc2}")
+        for ours, theirs in (
+            ("mlp.router.expert_bias", names.selection_bias),
+            ("mlp.shared_experts.gate_weight", f"{names.shared_gate}.weight"),
+            ("self_attention.core_attention.softmax_offset", names.sinks),
+        ):
+            if (value := tensors.get(f"{there}.{theirs}")) is not None:
+                found[f"{here}.{ours}"] = value
     take("decoder.final_layernorm", names.final_norm)
     take("output_layer", names.head)
     return found
@@ -167,6 +212,31 @@ GPT2_SIZES = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions
 GPT2_SETTINGS = {**GPT2_SIZES, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LN = {"intermediate_size": 48, "num_key_value_heads": HEADS, "tie_word_embeddings": False}
 SLIDING = {"sliding_window": 6}
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk"
+MOE = {**GATED, **rope(), "moe_intermediate_size": 24, "num_experts": 8}
+"""8 experts of width 24."""
+
+
+def deepseek(attention, yarn=False, **settings):
+    """DeepSeek-V3 of 8 experts in 4 groups, of which 2 groups and 4 experts are chosen; a dense layer first. The norms
+    of its latents have an epsilon of their own, 1e-6."""
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.9}
+    positions = rope(kind="yarn", **scaling) if yarn else rope()
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "rms_norm_eps": 1e-6}
+    experts = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2}
+    return Family(
+        "DeepseekV3", LLAMA,
+        {**GATED, **positions, **latent, **experts, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+         "routed_scaling_factor": 2.5, **settings},
+        f"--normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-6 --swiglu --ffn-hidden-size 48 {UNTIED}"
+        f" --multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --v-head-dim 10"
+        f" --qk-layernorm --position-embedding-type rope {attention} {EXPERTS} 4 --moe-layer-freq [0,1]"
+        " --moe-router-score-function sigmoid --moe-router-num-groups 4 --moe-router-group-topk 2"
+        " --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5"
+        " --moe-shared-expert-intermediate-size 48",
+    )  # fmt: skip
+
+
 MODELS = {
     "gpt2": Family("GPT2", GPT2, GPT2_SETTINGS, "--norm-epsilon 1e-3"),
     "gpt2-exact-gelu": Family(
@@ -272,5 +342,38 @@ MODELS = {
         {**GATED, **rope(), "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
          "attention_multiplier": 8**-0.5},
         f"{SWIGLU} {UNTIED}",
+    ),
+    "mixtral": Family(
+        "Mixtral", LLAMA, {**GATED, **rope(1e6), "num_key_value_heads": 2, "num_local_experts": 4},
+        f"{SWIGLU} {UNTIED} {GROUPS} 2 --rotary-base 1000000 --num-experts 4 --moe-router-topk 2",
+    ),
+    "qwen2-moe": Family(
+        "Qwen2Moe", QWEN2_MOE, {**MOE, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 3},
+        f"{SWIGLU} {UNTIED} --add-qkv-bias {EXPERTS} 3 --moe-router-pre-softmax"
+        " --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
+    ),
+    "qwen3-moe": Family(
+        "Qwen3Moe", LLAMA, {**MOE, "head_dim": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        f"{SWIGLU} {UNTIED} --qk-layernorm {EXPERTS} 3",
+    ),
+    "qwen3-moe-unnormalized": Family(
+        "Qwen3Moe", LLAMA, {**MOE, "head_dim": 8, "num_experts_per_tok": 1, "mlp_only_layers": [0]},
+        f"{SWIGLU} {UNTIED} --qk-layernorm {EXPERTS} 1 --moe-router-pre-softmax --moe-layer-freq [0,1]",
+    ),
+    "deepseek-v3": deepseek(
+        "--q-lora-rank 24 --rope-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+        " --mscale 0.7 --mscale-all-dim 0.9", yarn=True, q_lora_rank=24,
+    ),
+    "deepseek-v3-without-query-latent": deepseek("--rope-type rope", q_lora_rank=None),
+    "gpt-oss": Family(  # a window in every other layer, sinks, biases, YaRN with an unrounded range, a clamp that acts
+        "GptOss", GPT_OSS,
+        {**GATED, **rope(kind="yarn", factor=8.0, original_max_position_embeddings=16, truncate=False), **SLIDING,
+         "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 4,
+         "swiglu_limit": 0.5},
+        f"--normalization RMSNorm --norm-epsilon 1e-3 --quick-geglu --activation-func-clamp-value 0.5"
+        f" --glu-linear-offset 1 --ffn-hidden-size 48 {UNTIED} {GROUPS} 2 --kv-channels 8 --num-experts 8"
+        " --moe-router-topk 4 --softmax-type learnable --window-size 5,0 --window-attn-skip-freq 2"
+        " --position-embedding-type yarn --rotary-scaling-factor 8 --yarn-original-max-position-embeddings 16"
+        " --no-yarn-correction-range-round-to-int",
     ),
 }  # fmt: skip

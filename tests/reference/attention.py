@@ -1,0 +1,138 @@
+"""Attention: softmax(Q K^T / sqrt(d)) V, of grouped heads or of latents.
+
+Vaswani et al. 2017; grouped queries: Ainslie et al. 2023; multi-head latent attention: DeepSeek-V2 (2024), section 2.1;
+sinks: GPT-OSS's published code, and Miller 2023. Rotary positions: Su et al. 2021; their scalings: Chen et al. 2023,
+Peng et al. 2023 (YaRN), Llama 3.1's published configuration.
+
+Legend: b batch, s sequence (q queries, k keys), h hidden, a heads, g groups of p heads, d head dim. ``net`` is the
+model: its ``linear``, ``norm`` and ``dropout``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.reference.settings import Settings
+from tests.reference.weights import head_dim, num_groups
+
+
+def attention(net, x: Tensor, at: str, number: int) -> Tensor:
+    """[b, s, h] -> [b, s, h] in layer ``number``, from 1."""
+    c, softmax_scale = net.c, 1.0
+    if c.multi_latent_attention:
+        query, key, value = latent_heads(net, x, at)
+        softmax_scale = sharpness(c, c.mscale_all_dim) ** 2
+    else:
+        query, key, value = grouped_heads(net, x, at)
+    scores = query @ key.transpose(2, 3) * softmax_scale / math.sqrt(query.shape[-1])
+    scores = scores.masked_fill(~visible(net, number), -torch.inf)
+    if c.softmax_type != "vanilla":  # one more logit per head, dropped after the softmax
+        learned = net.weights.get(f"{at}.core_attention.softmax_offset")
+        sink = scores.new_zeros(1) if learned is None else learned
+        scores = torch.cat((scores, sink.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(dim=-1)[..., : x.shape[1]]
+    mixed = net.dropout(weights, "layer", number, "attention") @ value
+    return net.linear(mixed.transpose(1, 2).flatten(2), f"{at}.linear_proj")
+
+
+def grouped_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key, value [b, a, s, d]. The projection's rows are, group by group, p query heads, a key and a value
+    head."""
+    c, d = net.c, head_dim(net.c)
+    b, s, g = *x.shape[:2], num_groups(c)
+    heads = net.linear(x, f"{at}.linear_qkv").view(b, s, g, -1, d)
+    query, key, value = heads[:, :, :, :-2], heads[:, :, :, -2:-1], heads[:, :, :, -1:]
+    if c.qk_layernorm:
+        query, key = net.norm(query, f"{at}.q_layernorm"), net.norm(key, f"{at}.k_layernorm")
+    if c.qk_l2_norm:
+        query, key = (y / (y.square().mean(-1, keepdim=True) + c.norm_epsilon).sqrt() for y in (query, key))
+    if c.position_embedding_type in ("rope", "yarn"):
+        is_yarn, width = c.position_embedding_type == "yarn", int(d * c.rotary_percent)
+        query, key = (rotated(y, c, is_yarn, width, c.rotary_interleaved) for y in (query, key))
+    query = query.flatten(2, 3).transpose(1, 2)
+    key, value = (y.expand(-1, -1, -1, query.shape[1] // g, -1).flatten(2, 3).transpose(1, 2) for y in (key, value))
+    return query, key, value
+
+
+def latent_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key [b, a, s, qk_head_dim + qk_pos_emb_head_dim], value [b, a, s, v_head_dim].
+
+    A narrow latent per token, normalized, gives what has no position; only the last channels of queries, and one key
+    for all heads that comes from x directly, are rotated.
+    """
+    c, a = net.c, net.c.num_attention_heads
+    plain, turned = c.qk_head_dim, c.qk_pos_emb_head_dim
+
+    def up(latent: Tensor, part: str) -> Tensor:
+        latent = net.norm(latent, f"{at}.{part}_layernorm") if c.qk_layernorm else latent
+        return net.linear(latent, f"{at}.linear_{part}_up_proj").unflatten(-1, (a, -1))
+
+    if c.q_lora_rank is None:
+        query = net.linear(x, f"{at}.linear_q_proj").unflatten(-1, (a, -1))
+    else:
+        query = up(net.linear(x, f"{at}.linear_q_down_proj"), "q")
+    latent, shared = net.linear(x, f"{at}.linear_kv_down_proj").split((c.kv_lora_rank, turned), dim=-1)
+    key, value = up(latent, "kv").split((plain, c.v_head_dim), dim=-1)
+    is_yarn = (c.rope_type or "yarn") == "yarn"
+    of_query, of_key = (rotated(y, c, is_yarn, turned, True) for y in (query[..., plain:], shared[:, :, None]))
+    query = torch.cat((query[..., :plain], of_query), dim=-1)
+    key = torch.cat((key, of_key.expand(-1, -1, a, -1)), dim=-1)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+
+def visible(net, number: int) -> Tensor:
+    """Keys that a query sees [b, 1, q, k]: not later ones, of its document, at most ``window`` to the left."""
+    c, skip = net.c, net.c.window_attn_skip_freq
+    place = torch.arange(c.seq_length)
+    back = place[:, None] - place
+    seen = back >= 0
+    windowed = skip is None or (bool(skip[number - 1]) if isinstance(skip, list) else number % skip != 0)
+    if c.window_size is not None and c.window_size[0] >= 0 and windowed:
+        seen = seen & (back <= c.window_size[0])
+    documents = torch.from_numpy(net.batch.documents)
+    return (seen & (documents[:, :, None] == documents[:, None, :]))[:, None]
+
+
+def rotated(x: Tensor, c: Settings, is_yarn: bool, width: int, interleaved: bool) -> Tensor:
+    """[b, s, ..., d]: the first channels in pairs, by an angle that grows with the position; the rest as it is."""
+    turns, temperature = frequencies(c, is_yarn, width)
+    angle = torch.outer(torch.arange(x.shape[1]).double() / c.rotary_seq_len_interpolation_factor, turns)
+    angle = angle.view(-1, *[1] * (x.dim() - 3), width // 2)
+    cos, sin = angle.cos() * temperature, angle.sin() * temperature
+    first, second = slice(0, width // 2), slice(width // 2, width)
+    if interleaved:
+        first, second = slice(0, width, 2), slice(1, width, 2)
+    y = x.clone()
+    y[..., first] = x[..., first] * cos - x[..., second] * sin
+    y[..., second] = x[..., second] * cos + x[..., first] * sin
+    return y
+
+
+def sharpness(c: Settings, weight: float) -> float:
+    """YaRN's temperature of a stretched context."""
+    return 1 + 0.1 * weight * math.log(max(c.rotary_scaling_factor, 1))
+
+
+def frequencies(c: Settings, is_yarn: bool, width: int) -> tuple[Tensor, float]:
+    """Radians per position of every pair (fp64), and the factor of cosines and sines."""
+    pair = torch.arange(width // 2, dtype=torch.float64)
+    plain = c.rotary_base ** (-2 * pair / width)
+    if is_yarn:
+        original = c.yarn_original_max_position_embeddings or c.max_position_embeddings
+        low, high = (
+            width * math.log(original / (2 * math.pi * turns)) / (2 * math.log(c.rotary_base))
+            for turns in (c.yarn_beta_fast, c.yarn_beta_slow)
+        )
+        if not c.no_yarn_correction_range_round_to_int:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        ramp = ((pair - low) / max(high - low, 1e-3)).clamp(0, 1)
+        stretched = plain / c.rotary_scaling_factor * ramp + plain * (1 - ramp)
+        return stretched, sharpness(c, c.mscale) / sharpness(c, c.mscale_all_dim)
+    if c.use_rope_scaling:  # Llama 3.1: 8192 positions, low and high frequency factor 1 and 4
+        smooth = ((8192 * plain / (2 * math.pi) - 1) / (4 - 1)).clamp(0, 1)
+        return plain * smooth + plain / c.rope_scaling_factor * (1 - smooth), 1.0
+    return plain, 1.0

@@ -1,0 +1,173 @@
+"""Mixture of experts: y = sum of w_e(x) expert_e(x) over the few experts e that a router chooses for a token.
+
+Shazeer et al. 2017; balancing: Fedus et al. 2022 (section 2.2), DeepSeek-V2 (2024, section 2.2: per sequence), Qiu et
+al. 2025 (global batch), Clark et al. 2022 (Sinkhorn); z-loss: Zoph et al. 2022; sigmoid scores, groups, a bias instead
+of losses: DeepSeek-V3 (2024), section 2.1.2; capacity: Lepikhin et al. 2021. Where they differ, Megatron-LM's way.
+
+Legend: b batch, s sequence, h hidden, e experts, k chosen per token; m sequences of a micro-batch, whose t tokens stand
+in the order [s, m]. ``net`` is the model: its ``linear`` and ``mlp``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.reference.settings import Settings
+
+LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
+          "global_aux_loss": "global_load_balancing_loss"}  # fmt: skip
+
+
+@dataclass
+class Router:
+    """What a router remembers from one global batch to the next; ``count`` of this one."""
+
+    bias: Tensor
+    """[e], added to the scores for the choice."""
+    shares: Tensor
+    """[e]: part of all choices by score that fell on each expert in the last global batch."""
+    used: Tensor
+    """[e]: tokens that each expert computes."""
+    wanted: Tensor
+    """[e]: choices by score, whatever bias, groups and capacity say."""
+
+    @classmethod
+    def new(cls, c: Settings) -> Router:
+        e = c.num_experts
+        zeros = torch.zeros(e, dtype=torch.float64)
+        return cls(zeros, torch.full_like(zeros, 1 / e), zeros, zeros)
+
+    def end_batch(self, c: Settings) -> None:
+        """Moves the bias of experts with less than the mean up, of those with more down."""
+        if c.moe_router_enable_expert_bias:
+            self.bias = self.bias + c.moe_router_bias_update_rate * (self.used.mean() - self.used).sign()
+        self.shares = self.wanted / self.wanted.sum().clamp(min=1)
+        self.used = self.wanted = torch.zeros_like(self.used)
+
+
+def mixture(net, x: Tensor, at: str) -> Tensor:
+    """[b, s, h] -> [b, s, h]. Losses go to ``net.side_losses``, counts to the router."""
+    c, router = net.c, net.routers.setdefault(at, Router.new(net.c))
+    logits = net.linear(x, f"{at}.router")
+    parts = [within_capacity(c, *choose(c, part, router, net.training)) for part in logits.split(net.micro_batch_size)]
+    weights, used = (torch.cat(each) for each in zip(*parts))
+    if net.training:
+        wanted = best(scores_of(c, logits), c.moe_router_topk)
+        router.used, router.wanted = router.used + used.sum((0, 1)), router.wanted + wanted.sum((0, 1))
+        for name, term in side_losses(net, logits.split(net.micro_batch_size), router):
+            net.side_losses.setdefault(name, []).append(term)
+    y = sum(weights[..., e, None] * net.mlp(x, f"{at}.experts", e) for e in range(c.num_experts))
+    if c.moe_shared_expert_intermediate_size:
+        shared = net.mlp(x, f"{at}.shared_experts")
+        if c.moe_shared_expert_gate:
+            shared = shared * torch.sigmoid(x @ net.weights[f"{at}.shared_experts.gate_weight"].T)
+        y = y + shared
+    return y
+
+
+def best(scores: Tensor, k: int) -> Tensor:
+    """1 for the ``k`` largest of the last dim, else 0."""
+    return torch.zeros_like(scores).scatter(-1, scores.topk(k, dim=-1).indices, 1.0)
+
+
+def choose(c: Settings, logits: Tensor, router: Router, training: bool) -> tuple[Tensor, Tensor]:
+    """Weights [m, s, e], zero where an expert is not chosen, and choices, 0 or 1."""
+    k, kind = c.moe_router_topk, c.moe_router_score_function
+    if c.moe_router_load_balancing_type == "sinkhorn":
+        scores = torch.sigmoid(logits) if k == 1 else logits.softmax(dim=-1)
+        chosen = best(sinkhorn(logits.detach()) if training else logits, k)
+        return scores * chosen, chosen
+    if kind == "softmax":
+        scores = logits.softmax(dim=-1)
+        chosen = best(limited(c, scores if c.moe_router_pre_softmax else logits), k)
+        if not c.moe_router_pre_softmax:
+            scores = logits.masked_fill(chosen == 0, -torch.inf).softmax(dim=-1)
+        weights = scores * chosen
+    else:
+        scores = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
+        chosen = best(limited(c, scores + router.bias), k)
+        weights = scores * chosen
+        if k > 1:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * (c.moe_router_topk_scaling_factor or 1.0), chosen
+
+
+def limited(c: Settings, scores: Tensor) -> Tensor:
+    """Scores, minus infinity outside of the best groups; a group is as good as the sum of its best scores."""
+    if c.moe_router_group_topk is None:
+        return scores
+    groups = scores.unflatten(-1, (c.moe_router_num_groups, -1))
+    worth = groups.topk(c.moe_router_topk // c.moe_router_group_topk, dim=-1).values.sum(dim=-1)
+    return groups.masked_fill(best(worth, c.moe_router_group_topk)[..., None] == 0, -torch.inf).flatten(-2)
+
+
+def sinkhorn(logits: Tensor) -> Tensor:
+    """exp(logits) [m, s, e], of which rows and columns are scaled in turn until every expert has the same sum."""
+    matrix = logits.exp().flatten(0, 1)
+    column = torch.ones_like(matrix[0])
+    change = math.inf
+    while change > 1e-4:
+        row = 1 / (len(matrix) * ((matrix * column).sum(dim=1) + 1e-8))
+        before, column = column, 1 / (len(column) * ((matrix * row[:, None]).sum(dim=0) + 1e-8))
+        change = (before - column).abs().mean().item()
+    return (matrix * column * row[:, None]).view(logits.shape)
+
+
+def within_capacity(c: Settings, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left where an expert takes only its capacity of a micro-batch: the largest weights, or the first
+    tokens."""
+    if c.moe_expert_capacity_factor is None:
+        return weights, chosen
+    m, s, e = chosen.shape
+    capacity = math.ceil(m * s * c.moe_router_topk / e * c.moe_expert_capacity_factor)
+    taken = chosen.transpose(0, 1).flatten(0, 1)  # [t, e]
+    worth = weights.transpose(0, 1).flatten(0, 1) if c.moe_token_drop_policy == "probs" else torch.ones_like(taken)
+    order = torch.where(taken == 1, worth, -1.0).argsort(dim=0, descending=True, stable=True)
+    place = order.argsort(dim=0)
+    kept = (taken * (place < capacity)).view(s, m, e).transpose(0, 1)
+    return weights * kept, kept
+
+
+def scores_of(c: Settings, logits: Tensor) -> Tensor:
+    """What losses call the probability of an expert: scores that sum to 1 per token."""
+    if c.moe_router_score_function == "softmax":
+        return logits.softmax(dim=-1)
+    scores = torch.sigmoid(logits) if c.moe_router_score_function == "sigmoid" else F.softplus(logits).sqrt()
+    return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+
+
+def side_losses(net, parts: tuple[Tensor, ...], router: Router):
+    """(name, (coefficient, mean)) of each loss: of micro-batches, or of sequences, weighted by their tokens that count
+    in the main loss.
+
+    Balancing: e sum over experts of (part of the choices) (mean score); 1 where the load is equal. Only the scores
+    have a gradient. The global form takes the choices of the last global batch, which every micro-batch can know.
+    """
+    c = net.c
+    tokens = torch.from_numpy(net.batch.loss_mask).sum(dim=1)
+    share = (tokens / tokens.sum()).split(net.micro_batch_size)
+    kinds, coefficients = (
+        each if isinstance(each, list) else [each] for each in (c.moe_router_load_balancing_type, c.moe_aux_loss_coeff)
+    )
+    for kind, coefficient in zip(kinds, coefficients):
+        if kind in LOGGED and coefficient:
+            terms = (part.sum() * balance(c, kind, logits, router) for part, logits in zip(share, parts))
+            if kind == "seq_aux_loss":
+                each = (balance(c, kind, logits[None], router) for part in parts for logits in part)
+                terms = (part * term for part, term in zip(torch.cat(share), each))
+            yield LOGGED[kind], (coefficient, sum(terms))
+    if c.moe_z_loss_coeff:
+        terms = (part.sum() * logits.logsumexp(dim=-1).square().mean() for part, logits in zip(share, parts))
+        yield "z_loss", (c.moe_z_loss_coeff, sum(terms))
+
+
+def balance(c: Settings, kind: str, logits: Tensor, router: Router) -> Tensor:
+    """Of some sequences [m, s, e]."""
+    scores = scores_of(c, logits)
+    share = best(scores, c.moe_router_topk).mean((0, 1)) / c.moe_router_topk
+    return c.num_experts * ((router.shares if kind == "global_aux_loss" else share) * scores.mean((0, 1))).sum()
