@@ -181,7 +181,13 @@ class DropoutStream:
         self, rate: float, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature:
         range
     ) -> Tensor:
-        """Bool mask, True with probability 1 - ``exact_rate(rate)``.
+        """Bool mask, True with probability 1 - ``exact_rate(rate)``, where :meth:`lanes` are large."""
+        return self.lanes(site, sample, position, row, feature) >= round(rate * 65536) - 32768
+
+    def lanes(
+        self, site: tuple[str | int, ...], sample: Tensor, position: Tensor, row: Tensor | int, feature: range
+    ) -> Tensor:
+        """Int16, uniform on [-2**15, 2**15).
 
         ``sample``, ``position`` and ``row`` are int64 tensors that broadcast to all dims but the last (their own last
         dim is 1); ``feature`` are the consecutive global feature indices along the last dim.
@@ -191,5 +197,4 @@ class DropoutStream:
         high = (sample >> 32) | (row << 16)
         words = philox((blocks, position, sample & _MASK32, high), self.key(site))
         lanes = torch.stack((words[0] | words[1] << 32, words[2] | words[3] << 32), dim=-1).view(torch.int16)
-        # lanes are uniform on [-2**15, 2**15)
-        return (lanes.flatten(-2) >= round(rate * 65536) - 32768).narrow(-1, feature.start & 7, len(feature))
+        return lanes.flatten(-2).narrow(-1, feature.start & 7, len(feature))

@@ -1,0 +1,220 @@
+"""The router of a mixture of experts: a linear map to one logit per expert, a choice of k of them, weights.
+
+Order, as in Megatron-LM: jitter, logits, choice and weights, capacity, losses. Choice and weights are defined in
+``routing.py``, losses in ``balance.py``; here stand the parameters, the numerics of the linear map, what is drawn at
+random and what outlives a step.
+
+Differences from Megatron-LM, each so that no result depends on the layout: jitter is a function of the token (and
+drawn in training alone), Sinkhorn sees the micro-batch of all tensor- and context-parallel ranks, forced balance is
+exact, and ``global_aux_loss`` takes the last complete global batch (``balance.py``).
+
+Legend: s sequence (local), b batch, h hidden, t tokens (s * b), e experts, k choices of a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import Zeros, parameter
+from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.initial_values import weight_init
+from megatron.core.transformer.moe.balance import SideLossRule, choice_counts, fractions, side_loss
+from megatron.core.transformer.moe.routing import (
+    Routing,
+    RoutingRule,
+    expert_capacity,
+    maths_dtype,
+    round_robin,
+    sinkhorn_scores,
+    top_k,
+    within_capacity,
+)
+from megatron.core.transformer.recompute import choose, is_recomputing
+from megatron.core.transformer.side_losses import attach_loss
+from megatron.core.transformer.statistics import StepStatistics
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+class _WideLinear(torch.autograd.Function):
+    """x W^T with a result, and gradients up to their last rounding, in a wider dtype than x and W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and dtype == torch.float32:  # products of 16-bit numbers are exact in fp32: no wider copy of x
+            return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=dtype).view(*x.shape[:-1], -1)
+        return F.linear(x.to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
+        return grad_x, grad_weight.to(weight.dtype), None
+
+
+class TopKRouter(nn.Module):
+    """[s, b, h] -> :class:`Routing` of t = s * b tokens.
+
+    ``weight`` [e, h], ``bias`` [e] with ``add_bias_linear``, both in ``params_dtype`` and whole on every rank. Under
+    sequence parallelism each rank routes its own positions, so that their gradients are partial sums.
+    """
+
+    expert_bias: Tensor | None
+    """fp32 [e], whatever the model's dtype: added to scores for the choice alone."""
+    last_choices: Tensor | None
+    """int64 [e]: choices of the last complete global batch, of ``global_aux_loss``."""
+
+    def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
+        super().__init__()
+        assert config.num_moe_experts is not None
+        self.config, self.groups, self.layer_number = config, groups, layer_number
+        self.num_experts, self.k = config.num_moe_experts, config.moe_router_topk
+        self.rule = RoutingRule(
+            self.num_experts, self.k, config.moe_router_score_function, config.moe_router_pre_softmax,
+            config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk_scaling_factor,
+            sinkhorn="sinkhorn" in config.moe_router_load_balancing_type,
+        )  # fmt: skip
+        self.losses = SideLossRule.of(config)
+        self.sharers = groups.tp_cp if config.sequence_parallel else groups.cp
+        self.stream = groups.stream(config.sequence_parallel)
+        shared: dict[str, Any] = {"groups": groups, "partial": ("tp",) if self.stream.size > 1 else ()}
+        shared["dtype"] = config.params_dtype
+        self.weight = parameter((self.num_experts, config.hidden_size), init=weight_init(config), **shared)
+        self.bias = parameter((self.num_experts,), init=Zeros(), **shared) if config.add_bias_linear else None
+        self._traits = LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion)
+        self._register_buffers()
+        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite": 1, **self.losses.statistics}
+        if self.last_choices is not None:
+            sizes["choices_per_expert"] = self.num_experts
+        self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
+
+    def _register_buffers(self) -> None:
+        biased = self.config.moe_router_enable_expert_bias
+        if biased and self.config.moe_router_score_function == "softmax":
+            raise UserError("moe_router_enable_expert_bias needs moe_router_score_function sigmoid or sqrtsoftplus")
+        counts = "global_aux_loss" in self.losses.coefficient_of
+        bias, choices = torch.zeros(self.num_experts), torch.zeros(self.num_experts, dtype=torch.int64)
+        self.register_buffer("expert_bias", bias if biased else None)
+        self.register_buffer("last_choices", choices if counts else None)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """The expert bias moves between devices, but stays fp32: steps of 1e-3 would be lost in bf16."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.expert_bias is not None and self.expert_bias.dtype != bias.dtype:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Routing:
+        """``hidden_states`` [s, b, h]. Statistics and the losses of ``ctx.side_losses`` are those of training alone."""
+        logits = self._logits(self._jittered(hidden_states, ctx))
+        experts = choose(lambda: self._choose(logits))
+        weights = self.rule.weigh(logits, experts)
+        plain = experts if self._choice_is_plain else None
+        kept_experts, weights = self._within_capacity(experts.flatten(0, 1), weights.flatten(0, 1))
+        if self.training:
+            weights = self._with_side_losses(weights, logits, plain, ctx)
+            if not is_recomputing():
+                self._count(logits, kept_experts)
+        return Routing(kept_experts, weights)
+
+    def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
+        eps = self.config.moe_input_jitter_eps
+        if not (eps and self.training):
+            return x
+        at, features = ctx.dropout, range(x.shape[-1])
+        if at is None:
+            raise ValueError("moe_input_jitter_eps needs the tokens' coordinates: pass dropout=DropoutCoordinates(...)")
+        site = ("router_jitter", self.layer_number)
+        lanes = at.stream.lanes(site, at.sample_b[None, :, None], at.position_s[:, None, None], 0, features)
+        factor = (lanes.float() + 0.5).mul_(eps / 32768).add_(1.0)
+        return x * factor.to(x.dtype)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """[s, b, e] in the router's dtype, by default that of ``x``."""
+        dtype = _DTYPES.get(self.config.moe_router_dtype or "", x.dtype)
+        if dtype.itemsize <= x.dtype.itemsize:
+            return parallel_linear(x, self.weight, self.bias, self._traits)
+        logits = _WideLinear.apply(x, self.weight, dtype)
+        return logits if self.bias is None else logits + self.bias
+
+    @property
+    def _choice_is_plain(self) -> bool:
+        """Whether the choice is the top-k of the logits, or a forced one, which balancing losses then count."""
+        forced = self.config.moe_router_force_load_balancing
+        return forced or (self.expert_bias is None and self.rule.num_groups is None and not self.rule.sinkhorn)
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        """Experts int64 [s, b, k]."""
+        length, batch = logits.shape[:2]
+        if self.config.moe_router_force_load_balancing:
+            cp, whole = self.groups.cp, length * self.sharers.size
+            position = zigzag.positions(whole, cp.rank, cp.size, logits.device)
+            return round_robin(position.chunk(self.stream.size)[self.stream.rank], batch, self.num_experts, self.k)
+        if self.rule.sinkhorn and self.training:
+            return top_k(sinkhorn_scores(logits, self.sharers), self.k)
+        return self.rule.choose(logits, self.expert_bias)
+
+    def _within_capacity(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Experts and weights [t, k] without the choices for which an expert has no room."""
+        factor = self.config.moe_expert_capacity_factor
+        if not factor:
+            return experts, weights
+        capacity = expert_capacity(len(experts), self.num_experts, self.k, factor)
+        by_weight = weights if self.config.moe_token_drop_policy == "probs" else None
+        kept = choose(lambda: within_capacity(experts, by_weight, self.num_experts, capacity))
+        return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
+
+    def _with_side_losses(self, weights: Tensor, logits: Tensor, plain: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """``weights``, in whose backward pass the losses take part. ``plain``: the top-k of the logits, if known."""
+        rule, counting = self.losses, not is_recomputing()
+        counts_be = None
+        if rule.coefficient_of:
+            experts = plain if plain is not None else choose(lambda: top_k(logits.detach(), self.k))
+            counts_be = choice_counts(experts, self.num_experts, maths_dtype(logits))
+            if counting and self.last_choices is not None:
+                self.statistics.add("choices_per_expert", counts_be.sum(0))
+        elif not rule.z_coefficient:
+            return weights
+        shares = {} if counts_be is None else fractions(rule, counts_be, self.last_choices, self.sharers)
+        side, length = ctx.side_losses, logits.shape[0] * self.sharers.size
+        tokens_b = logits.new_zeros(logits.shape[1]) if side is None else side.tokens_b
+        loss, statistics = side_loss(rule, logits, shares, tokens_b, length)
+        for name, values in statistics.items() if counting else ():
+            self.statistics.add(name, values)
+        return weights if side is None else attach_loss(weights, loss, side.scale)
+
+    @torch.no_grad()
+    def _count(self, logits: Tensor, experts: Tensor) -> None:
+        counts_e = choice_counts(experts[:, None], self.num_experts)[0]
+        self.statistics.add("tokens_per_expert", counts_e)
+        if self.config.moe_expert_capacity_factor:
+            self.statistics.add("dropped", experts.numel() - counts_e.sum())
+        self.statistics.add("nonfinite", logits.isfinite().logical_not_().sum())
+
+    @torch.no_grad()
+    def end_step(self, totals: dict[str, Tensor]) -> None:
+        """``totals``: statistics over the global batch. Biases of busy experts go down, of idle ones up."""
+        if self.expert_bias is not None:
+            counts_e = totals["tokens_per_expert"]
+            # times e: sums of counts are exact, their mean need not be
+            step = (counts_e.sum() - counts_e * self.num_experts).sign()
+            self.expert_bias.add_(step.to(self.expert_bias.dtype), alpha=self.config.moe_router_bias_update_rate)
+        if self.last_choices is not None:
+            self.last_choices.copy_(totals["choices_per_expert"])
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]} -> {self.k} of {self.num_experts}"
