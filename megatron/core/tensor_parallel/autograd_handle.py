@@ -1,17 +1,19 @@
-"""Collectives of sequence parallelism that are started in one place and waited for in another.
+"""Collectives of sequence and expert parallelism that are started in one place and waited for in another.
 
     handle = start_all_gather(x, group)         backward: waits for the reduce-scatter of the gradient
     ... anything else ...
     y = handle.wait()                           backward: starts that reduce-scatter
 
-and the other way round for ``start_reduce_scatter``. Start and end are two nodes of the graph. Autograd runs backward
-nodes in the reverse order of their creation, so what ran while the collective was under way in forward, or rather its
-backward pass, runs while the conjugate collective is under way in backward.
+and the other way round for ``start_reduce_scatter``; ``start_all_to_all`` is its own conjugate. Start and end are two
+nodes of the graph. Autograd runs backward nodes in the reverse order of their creation, so what ran while the
+collective was under way in forward, or rather its backward pass, runs while the conjugate collective is under way in
+backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from megatron.core.groups.async_handle import AsyncHandle
 from megatron.core.groups.process_groups import Group
-from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_reduce_scatter
+from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_to_all, begin_reduce_scatter
 
 Start = Callable[[Tensor, Group], AsyncHandle]
 
@@ -85,3 +87,9 @@ def start_all_gather(x: Tensor, group: Group) -> AutogradHandle:
 def start_reduce_scatter(x: Tensor, group: Group) -> AutogradHandle:
     """Partial sums [s, ...] of every rank -> this rank's [s / n, ...] of the sum."""
     return AutogradHandle(x, group, begin_reduce_scatter, begin_all_gather)
+
+
+def start_all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> AutogradHandle:
+    """``send`` rows for each rank -> ``receive`` rows from each rank."""
+    there = partial(begin_all_to_all, send=send, receive=receive)
+    return AutogradHandle(x, group, there, partial(begin_all_to_all, send=receive, receive=send))

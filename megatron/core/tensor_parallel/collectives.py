@@ -3,7 +3,7 @@ the group has them and the message is worth it, else through its torch.distribut
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -52,3 +52,12 @@ def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
         return group.engines.exchange(x.contiguous().chunk(group.size), sum_all)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     return _started(reduce_scatter, part, x.contiguous(), group)
+
+
+def begin_all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> AsyncHandle:
+    """Stretches of ``x`` to the ranks of ``group`` in turn, of ``send`` rows each; the result has those of every rank,
+    ``receive`` rows each."""
+    result = x.new_empty((sum(receive), *x.shape[1:]))
+    source = x.contiguous()
+    work = dist.all_to_all_single(result, source, list(receive), list(send), group=group.handle, async_op=True)
+    return _Collective(work, result, source)

@@ -1,0 +1,204 @@
+"""Rows in another order: tokens gathered for their experts, and experts' outputs added up for their tokens.
+
+    gather    y_r = x[source_r]            backward: dx_t = sum over j of dy[place_tj]
+    combine   y_t = sum over j of x[place_tj]            backward: dx_r = dy[source_r]
+
+Each is the other's backward, because a :class:`Permutation` holds both directions. A source or place of -1 stands for
+nothing: zeros, and no gradient. Sums are fp32 in the order of j, without atomic additions: same bits every run.
+
+Legend: t tokens, j choices of a token, r rows, h width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_BLOCK, _NUM_WARPS = 1024, 4
+"""Elements of a program: 2 KiB of 16-bit values, one 16-byte vector per thread."""
+
+
+class Permutation(NamedTuple):
+    """Where each of the choices of each token lies among the rows."""
+
+    choice_r: Tensor
+    """int64 [r]: t * number of choices + j of the choice whose row this is; -1 for a row of no choice."""
+    place_tj: Tensor
+    """int64 [t, j]: row of each choice; -1 where it has none."""
+    ends: Tensor
+    """int32 [keys]: where the rows of each key end; those after the last are of no choice."""
+
+    @property
+    def token_r(self) -> Tensor:
+        """Token of each row; -1 for none."""
+        return torch.div(self.choice_r, self.place_tj.shape[1], rounding_mode="floor")
+
+    def head(self, rows: int) -> Permutation:
+        """The first ``rows`` rows, where the others are of no choice."""
+        return self._replace(choice_r=self.choice_r[:rows])
+
+
+def sort_choices(key_tj: Tensor, num_keys: int) -> Permutation:
+    """Choices ordered by key, those of one key by token: [t, j] integers up to ``num_keys``, which stands for none.
+
+    As many rows as choices, those of none at the end. The host waits for nothing.
+    """
+    keys = key_tj.flatten()
+    # fewer bits, fewer passes of the sort
+    sorted_keys, order = torch.sort(keys.to(torch.int16 if num_keys < 1 << 15 else torch.int32), stable=True)
+    bounds = torch.arange(num_keys, dtype=sorted_keys.dtype, device=keys.device)
+    ends = torch.searchsorted(sorted_keys, bounds, right=True, out_int32=True)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    choice_r = order.masked_fill(sorted_keys == num_keys, -1)
+    return Permutation(choice_r, place.masked_fill(keys == num_keys, -1).view(key_tj.shape), ends)
+
+
+def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutation:
+    """``permutation`` by ``key_tj``, with exactly ``capacity`` rows for every key: filled up, or cut off."""
+    ends, num_keys = permutation.ends, len(permutation.ends)
+    starts = torch.cat((ends.new_zeros(1), ends))  # one more: choices of none look up something
+    within = permutation.place_tj - starts[key_tj]
+    kept = (permutation.place_tj >= 0) & (within < capacity)
+    place = torch.where(kept, key_tj * capacity + within, -1)
+    rows = num_keys * capacity
+    choice_r = torch.full((rows + 1,), -1, device=place.device)
+    choices = torch.arange(place.numel(), device=place.device)
+    choice_r.scatter_(0, place.flatten().masked_fill(~kept.flatten(), rows), choices)  # the last row takes the others
+    even_ends = torch.arange(1, num_keys + 1, dtype=torch.int32, device=place.device) * capacity
+    return Permutation(choice_r[:rows], place, even_ends)
+
+
+def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
+    """[r, h] of ``x`` [t, h]; torch operations."""
+    if not len(x):
+        return x.new_zeros((len(source_r), *x.shape[1:]))
+    return x.index_select(0, source_r.clamp(min=0)).masked_fill_((source_r < 0).unsqueeze(-1), 0)
+
+
+def combine_plain(x: Tensor, place_tj: Tensor) -> Tensor:
+    """[t, h] of ``x`` [r, h]; torch operations."""
+    total = x.new_zeros((len(place_tj), x.shape[1]), dtype=torch.promote_types(x.dtype, torch.float32))
+    for place_t in place_tj.unbind(1):
+        total += gather_plain(x, place_t)
+    return total.to(x.dtype)
+
+
+if triton is not None:
+
+    @triton.jit
+    def _gather_kernel(x, source, out, width, tiles, BLOCK: tl.constexpr):
+        """BLOCK columns of one row."""
+        row = (tl.program_id(0) // tiles).to(tl.int64)
+        column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        token = tl.load(source + row)
+        value = tl.load(x + token * width + column, mask=inside & (token >= 0), other=0.0)
+        tl.store(out + row * width + column, value, mask=inside)
+
+    @triton.jit
+    def _combine_kernel(x, place, out, width, tiles, CHOICES: tl.constexpr, BLOCK: tl.constexpr):
+        """BLOCK columns of one token."""
+        token = (tl.program_id(0) // tiles).to(tl.int64)
+        column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        total = tl.zeros((BLOCK,), dtype=tl.float32)
+        for choice in tl.static_range(CHOICES):  # unrolled: all loads are on their way at once
+            row = tl.load(place + token * CHOICES + choice)
+            total += tl.load(x + row * width + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+        tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
+
+
+def gather_triton(x: Tensor, source_r: Tensor) -> Tensor:
+    """[r, h] of ``x`` [t, h]: one read, one write."""
+    width = x.shape[1]
+    out = x.new_empty((len(source_r), width))
+    tiles = triton.cdiv(width, _BLOCK)
+    if out.numel():
+        _gather_kernel[(len(out) * tiles,)](
+            x.contiguous(), source_r.contiguous(), out, width, tiles, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        )
+    return out
+
+
+def combine_triton(x: Tensor, place_tj: Tensor) -> Tensor:
+    """[t, h] of ``x`` [r, h]: one read, one write."""
+    (tokens, choices), width = place_tj.shape, x.shape[1]
+    out = x.new_empty((tokens, width))
+    tiles = triton.cdiv(width, _BLOCK)
+    if out.numel():
+        _combine_kernel[(tokens * tiles,)](
+            x.contiguous(), place_tj.contiguous(), out, width, tiles, CHOICES=choices, BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return out
+
+
+class RowMoves(NamedTuple):
+    """An implementation of both directions."""
+
+    gather: Callable[[Tensor, Tensor], Tensor]
+    combine: Callable[[Tensor, Tensor], Tensor]
+
+
+PLAIN = RowMoves(gather_plain, combine_plain)
+
+
+def choose_row_moves(dtype: torch.dtype, wanted: bool = True) -> RowMoves:
+    """For values of ``dtype``; not ``wanted`` asks for plain torch."""
+    if not kernels_serve(dtype, wanted):
+        return PLAIN
+    return RowMoves(ByDevice(gather_triton, gather_plain), ByDevice(combine_triton, combine_plain))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source_r: Tensor, place_tj: Tensor, moves: RowMoves) -> Tensor:
+        ctx.save_for_backward(place_tj)
+        ctx.combine = moves.combine
+        return moves.gather(x, source_r)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.combine(grad, ctx.saved_tensors[0]), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source_r: Tensor, place_tj: Tensor, moves: RowMoves) -> Tensor:
+        ctx.save_for_backward(source_r)
+        ctx.gather = moves.gather
+        return moves.combine(x, place_tj)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return ctx.gather(grad, ctx.saved_tensors[0]), None, None, None
+
+
+def gather_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
+    """Each choice's copy of its token: [t, h] -> [r, h]."""
+    return _Gather.apply(x, permutation.token_r, permutation.place_tj, moves)
+
+
+def combine_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
+    """The sum of each token's rows, in the order of its choices: [r, h] -> [t, h]."""
+    return _Combine.apply(x, permutation.token_r, permutation.place_tj, moves)
+
+
+def gather_choices(x: Tensor, permutation: Permutation) -> Tensor:
+    """A number per choice for its row: [t, k] -> [r]. With j = copies * k choices, each number goes to all copies (k
+    slow, copies fast)."""
+    copies = permutation.place_tj.numel() // max(1, x.numel())
+    source = torch.div(permutation.choice_r, max(1, copies), rounding_mode="floor")
+    place = permutation.place_tj.reshape(-1, max(1, copies))
+    return _Gather.apply(x.reshape(-1, 1), source, place, PLAIN).squeeze(-1)

@@ -1,0 +1,250 @@
+"""Linear layers of experts: stretches of rows, each with a weight of its own.
+
+    Y[r] = X[r] W[g]^T        dX[r] = dY[r] W[g]        dW[g] = dY[rows of g]^T X[rows of g]        for the rows r of g
+
+``ends`` int32 [g], on the device, says where the rows of each group end. Rows after the last end belong to no group:
+their results are undefined, and they are in no gradient of a parameter. Groups without rows have zero gradients. Where
+gradients go, and when, is as in ``linear.py``.
+
+Two implementations of the products: a loop over slices, for any dtype and device, which reads ``ends`` on the host; and
+torch's grouped GEMM, for bf16 on GPUs, which does not.
+
+Legend: g groups (experts of this rank), r rows, o output features, i input features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from megatron.core.fusions.dispatch import ByDevice
+from megatron.core.fusions.embedding_gradient import choose_add_rows
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.sharding.placement import Init, Shard, Zeros, parameter
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.tensor_parallel.linear import (
+    FusedGradParam,
+    LinearTraits,
+    WeightGradientStore,
+    accumulate_product,
+    autograd_proxy,
+    complete_later,
+    fused_gradient,
+    is_deferred,
+    parameter_of,
+    ready_gradient,
+)
+
+if TYPE_CHECKING:
+    from megatron.core.config.transformer_config import TransformerConfig
+
+_ALIGNED = 16
+"""Bytes of which torch's grouped GEMM wants strides to be multiples."""
+
+
+class GroupedProducts(NamedTuple):
+    """An implementation of the products."""
+
+    multiply: Callable[[Tensor, Tensor, Tensor], Tensor]
+    """(x [r, i], weight [g, o, i], ends) -> [r, o]"""
+    weight_gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    """(grad [r, o], x [r, i], ends, total [g, o, i] or None) -> ``total``, of any float dtype, with the gradient added;
+    without it the gradient, in the dtype of ``grad``"""
+
+
+def _stretches(ends: Tensor) -> Iterator[slice]:
+    start = 0
+    for end in ends.tolist():
+        yield slice(start, end)
+        start = end
+
+
+def multiply_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """One GEMM after the other; zeros after the last end."""
+    out = x.new_zeros((len(x), weight.shape[1]))
+    for rows, weight_oi in zip(_stretches(ends), weight):
+        torch.mm(x[rows], weight_oi.t(), out=out[rows])
+    return out
+
+
+def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
+    """One GEMM after the other."""
+    if total is None:
+        total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
+    for rows, total_oi in zip(_stretches(ends), total):
+        accumulate_product(total_oi, grad[rows].t(), x[rows])
+    return total
+
+
+def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """One launch."""
+    if not _is_served(x, weight.shape[1], x.shape[1]):
+        return multiply_loop(x, weight, ends)
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
+    """One launch, and one pass that adds."""
+    if not _is_served(x, grad.shape[1], x.shape[1]):
+        return weight_gradient_loop(grad, x, ends, total)
+    product = torch._grouped_mm(grad.t(), x, offs=ends)
+    return product if total is None else total.add_(product)
+
+
+def _is_served(x: Tensor, *widths: int) -> bool:
+    """Whether torch's grouped GEMM takes these rows."""
+    aligned = all(width * x.element_size() % _ALIGNED == 0 for width in widths)
+    return x.dtype == torch.bfloat16 and aligned and len(x) > 0
+
+
+LOOP = GroupedProducts(multiply_loop, weight_gradient_loop)
+GROUPED = GroupedProducts(
+    ByDevice(multiply_grouped, multiply_loop), ByDevice(weight_gradient_grouped, weight_gradient_loop)
+)
+
+
+class GroupedLinear(nn.Module):
+    """``Y[r] = X[r] W[g]^T`` of this rank's experts: [r, i] -> [r, o], without bias (:meth:`add_bias`).
+
+    The weight is logically (experts, output size, input size), the experts split over ``ep``; the output size over
+    ``etp``, or with ``splits_input`` the input size, and then outputs are partial sums over ``etp``.
+    """
+
+    weight_gradient_store: WeightGradientStore | None = None
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int | StackedSize,
+        *,
+        config: TransformerConfig,
+        init_method: Init,
+        splits_input: bool = False,
+        products: GroupedProducts = LOOP,
+        groups: ProcessGroups,
+    ) -> None:
+        super().__init__()
+        assert config.num_moe_experts is not None, "these layers are of experts"
+        size = output_size if isinstance(output_size, StackedSize) else StackedSize((output_size,), 0)
+        shape, split = (config.num_moe_experts, *size.shape), 1 + size.split_dim
+        placed: dict[str, Any] = {"groups": groups, "dtype": config.params_dtype, "ndim": 2}
+        mesh = {"ep": Shard(0), "etp": Shard(len(shape) if splits_input else split)}
+        self.weight = parameter((*shape, input_size), init=init_method, mesh=mesh, **placed)
+        self.bias: nn.Parameter | None = None
+        if config.add_bias_linear:
+            where = {"ep": Shard(0)} if splits_input else mesh
+            self.bias = parameter(shape, init=Zeros(), mesh=where, partial=("etp",) if splits_input else (), **placed)
+        self.products = products
+        self.adds_bias = self.bias is not None and (groups.etp.is_first or not splits_input)
+        self.traits = LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
+        self.add_rows = choose_add_rows(config.params_dtype)
+
+    def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
+        """``bias_scale`` [r] multiplies the bias of each row."""
+        traits, store, products = self.traits, self.weight_gradient_store, self.products
+        weight: Any = FusedGradParam(self.weight)
+        ready = None
+        if not is_deferred(x, self.weight, traits, store):
+            store = None
+            weight, ready = autograd_proxy(self.weight, x, traits)
+        y = _GroupedLinear.apply(x, weight, ends, traits, products, store, ready)
+        if not self.adds_bias:
+            return y
+        assert self.bias is not None
+        scale = x.new_ones(len(x)) if bias_scale is None else bias_scale
+        bias, bias_ready = autograd_proxy(self.bias, x, traits)
+        return _GroupedBias.apply(y, bias, scale, ends, traits, self.add_rows, bias_ready)
+
+
+def _by_group(x: Tensor, ends: Tensor) -> Tensor:
+    """A parameter or gradient [g * ..., n] as [g, o, n]."""
+    return x.view(len(ends), -1, x.shape[-1])
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: LinearTraits, products: GroupedProducts,
+        store: WeightGradientStore | None, ready: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.adds_weight, weight = isinstance(weight, FusedGradParam), parameter_of(weight)
+        ctx.save_for_backward(x, weight, ends)
+        # recomputation gives back saved tensors as mere copies, which have no main_grad
+        ctx.weight, ctx.traits, ctx.products, ctx.store = weight, traits, products, store
+        return products.multiply(x, _by_group(weight, ends), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight, ends = ctx.saved_tensors
+        parameter, traits, products, store = ctx.weight, ctx.traits, ctx.products, ctx.store
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = products.multiply(grad, _by_group(weight, ends).transpose(1, 2), ends)
+        if store is not None:
+            # not ctx: the closure outlives this pass, and ctx holds the graph and with it every activation
+            store.put(lambda: _complete(parameter, grad, x, ends, traits, products))
+        elif ctx.needs_input_grad[1] or ctx.adds_weight:
+            grad_weight = _weight_gradient(parameter, grad, x, ends, traits, products)
+        # the token's gradient comes last: its hooks start the sum of a bucket, which must hold dW by then
+        return grad_x, grad_weight, None, None, None, None, ready_gradient(grad) if ctx.needs_input_grad[6] else None
+
+
+def _weight_gradient(
+    weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor, traits: LinearTraits, products: GroupedProducts
+) -> Tensor | None:
+    """dW; None once it is in ``main_grad``."""
+    main_grad = fused_gradient(weight, traits)
+    if main_grad is None:
+        return products.weight_gradient(grad, x, ends, None).view(weight.shape)
+    products.weight_gradient(grad, x, ends, _by_group(main_grad, ends))
+    return None
+
+
+@torch.no_grad()
+def _complete(weight: Tensor, *rest: Any) -> None:
+    """The deferred part of a backward pass."""
+    complete_later(weight, _weight_gradient(weight, *rest))
+
+
+class _GroupedBias(torch.autograd.Function):
+    """y[r] + scale[r] b[g]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: LinearTraits, add_rows: Any,
+        ready: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.adds_bias, bias = isinstance(bias, FusedGradParam), parameter_of(bias)
+        ctx.save_for_backward(bias, scale, ends)
+        ctx.bias, ctx.traits, ctx.add_rows = bias, traits, add_rows
+        return y + (scale.unsqueeze(-1) * _bias_rows(bias, ends, len(y))).to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        bias, scale, ends = ctx.saved_tensors
+        grad_bias = grad_scale = None
+        if ctx.needs_input_grad[2]:
+            grad_scale = (grad * _bias_rows(bias, ends, len(grad))).sum(-1, dtype=scale.dtype)
+        if ctx.needs_input_grad[1] or ctx.adds_bias:
+            total = fused_gradient(ctx.bias, ctx.traits) if ctx.adds_bias else None
+            grad_bias = torch.zeros_like(bias) if total is None else total
+            scaled = (grad * scale.unsqueeze(-1)).to(grad.dtype)
+            ctx.add_rows(scaled, group_of_rows(ends, len(grad)), grad_bias.view(len(ends), -1))
+            grad_bias = None if total is not None else grad_bias
+        return grad, grad_bias, grad_scale, None, None, None, ready_gradient(grad) if ctx.needs_input_grad[6] else None
+
+
+def group_of_rows(ends: Tensor, rows: int) -> Tensor:
+    """int64 [r]: the group of each row; -1 after the last end."""
+    groups = torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)
+    return groups.masked_fill(groups == len(ends), -1)
+
+
+def _bias_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
+    return bias.view(len(ends), -1).index_select(0, group_of_rows(ends, rows).clamp(min=0))

@@ -1,0 +1,228 @@
+"""Tokens on their way to the experts that they chose, and back.
+
+    dispatch   tokens [t, h], their choices   ->  rows [r, h] sorted by local expert, a weight for each, where each ends
+    combine    rows [r, h]                    ->  [t, h], the sum of each token's rows
+
+local       one rank has all experts whole: a sort, and nothing waits for the device
+all-gather  every rank takes the tokens of all ranks, picks out those of its experts and scatters sums back
+all-to-all  a row goes where its expert is and comes back; of an expert that several ranks share (expert tensor
+            parallelism) to each of them, and the partial sums meet where the token is
+
+All compute the same sums. Rows of one expert are in the order of ranks and tokens. Without capacity nothing is dropped;
+with ``moe_pad_expert_input_to_capacity`` every expert gets as many rows, the missing ones zeros of weight zero, and
+again nothing waits for the device. Otherwise, with several expert-parallel ranks, the host reads how many rows come.
+
+A dispatch or combine that is started runs beside what is done until its result is called for.
+
+Legend: t tokens of this rank, h hidden, k choices of a token, r rows, e local experts, n ranks that exchange tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.permute import (
+    Permutation,
+    choose_row_moves,
+    combine_rows,
+    gather_choices,
+    gather_rows,
+    pad_to,
+    sort_choices,
+)
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel.autograd_handle import (
+    AutogradHandle,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from megatron.core.tensor_parallel.collectives import begin_all_gather, begin_all_to_all
+from megatron.core.transformer.moe.routing import Routing, expert_capacity
+
+
+class Dispatched(NamedTuple):
+    """What experts take, and what :meth:`Dispatcher.combine` needs."""
+
+    rows: Tensor
+    """[r, h], sorted by expert. Rows after the last end are of no expert."""
+    weights: Tensor
+    """[r]"""
+    ends: Tensor
+    """int32 [e]: where the rows of each expert of this rank end."""
+    way_back: Any = None
+
+
+class Dispatcher:
+    """Of one layer. What the ranks start, each of them must start, in the same order."""
+
+    def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
+        assert config.num_moe_experts is not None
+        self.num_experts, self.k = config.num_moe_experts, config.moe_router_topk
+        self.group, self.ep, self.etp = groups.etp_ep, groups.ep, groups.etp
+        self.num_local = self.num_experts // groups.ep.size
+        self.moves = choose_row_moves(config.params_dtype, config.moe_fusion)
+        self.pad_factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
+
+    def capacity(self, tokens: int) -> int | None:
+        """Rows of every expert from each rank of so many tokens, where that is fixed."""
+        if self.pad_factor is None:
+            return None
+        return expert_capacity(tokens, self.num_experts, self.k, self.pad_factor)
+
+    def dispatch(self, tokens: Tensor, routing: Routing) -> Dispatched:
+        """``tokens`` [t, h]."""
+        return self.start_dispatch(tokens, routing)()
+
+    def combine(self, rows: Tensor, dispatched: Dispatched) -> Tensor:
+        """``rows`` [r, h] in the order of ``dispatched`` -> [t, h]."""
+        return self.start_combine(rows, dispatched)()
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        """A function that waits for the result of :meth:`dispatch`; to be called once."""
+        raise NotImplementedError
+
+    def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        """A function that waits for the result of :meth:`combine`; to be called once."""
+        raise NotImplementedError
+
+    def _sorted(self, key: Tensor, num_keys: int, capacity: int | None) -> Permutation:
+        permutation = sort_choices(key, num_keys)
+        return permutation if capacity is None else pad_to(permutation, key, capacity)
+
+
+class LocalDispatcher(Dispatcher):
+    """One rank has all experts."""
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        permutation = self._sorted(routing.experts, self.num_experts, self.capacity(len(tokens)))
+        rows, weights = gather_rows(tokens, permutation, self.moves), gather_choices(routing.weights, permutation)
+        return lambda: Dispatched(rows, weights, permutation.ends, permutation)
+
+    def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        return partial(combine_rows, rows, dispatched.way_back, self.moves)
+
+
+class AllGatherDispatcher(Dispatcher):
+    """Every rank sees the tokens of all n ranks."""
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        choosing = begin_all_gather(routing.experts, self.group)
+        weighting, gathering = start_all_gather(routing.weights, self.group), start_all_gather(tokens, self.group)
+        local = choosing.wait() - self.ep.rank * self.num_local
+        capacity = self.capacity(len(tokens))
+        key = local.masked_fill((local < 0) | (local >= self.num_local), self.num_local)
+        permutation = self._sorted(key, self.num_local, capacity and capacity * self.group.size)
+        if self.ep.size > 1 and capacity is None:
+            permutation = permutation.head(int(permutation.ends[-1]))
+        return partial(self._arrived, gathering, weighting, permutation)
+
+    def _arrived(self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: Permutation) -> Dispatched:
+        rows = gather_rows(gathering.wait(), permutation, self.moves)
+        return Dispatched(rows, gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
+
+    def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        return start_reduce_scatter(combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
+
+
+class _Exchange(NamedTuple):
+    """The way of rows between the ranks."""
+
+    sent: Permutation
+    send: list[int]
+    """Rows to each of the n ranks."""
+    receive: list[int]
+    """Rows from each of them."""
+    received: Permutation | None = None
+    """From the order of arrival to that of local experts; None where there is one."""
+
+
+class AllToAllDispatcher(Dispatcher):
+    """A row travels to each rank that has a part of its expert."""
+
+    def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
+        super().__init__(config, groups=groups)
+        # where the ranks of either axis stand in the group of both depends on the order of the grid's axes
+        place = groups.etp_ep.ranks.index
+        self.ep_stride, self.etp_stride = (
+            place(axis.ranks[1]) - place(axis.ranks[0]) if axis.size > 1 else 0 for axis in (groups.ep, groups.etp)
+        )
+
+    def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
+        key, capacity = self._keys(routing.experts), self.capacity(len(tokens))
+        sent = self._sorted(key, self.group.size * self.num_local, capacity)
+        counting = self._begin_counting(sent.ends)
+        rows, weights = gather_rows(tokens, sent, self.moves), gather_choices(routing.weights, sent)
+        count_ne, send, receive = counting() if capacity is None else self._fixed_counts(capacity, sent.ends)
+        sent = sent.head(sum(send))
+        sizes = {"send": send, "receive": receive}
+        weighting = start_all_to_all(weights[: sum(send)], self.group, **sizes)
+        travelling = start_all_to_all(rows[: sum(send)], self.group, **sizes)
+        return partial(self._arrived, travelling, weighting, count_ne, _Exchange(sent, send, receive))
+
+    def _keys(self, experts: Tensor) -> Tensor:
+        """[t, k * etp] numbers by receiving rank and its local expert; the last one for dropped choices."""
+        owner, local = experts // self.num_local, experts % self.num_local
+        copies = torch.arange(self.etp.size, device=experts.device) * self.etp_stride
+        rank = (owner * self.ep_stride).unsqueeze(-1) + copies
+        key = rank * self.num_local + local.unsqueeze(-1)
+        return key.masked_fill((experts == self.num_experts).unsqueeze(-1), self.group.size * self.num_local).flatten(1)
+
+    def _begin_counting(self, ends: Tensor) -> Callable[[], tuple[Tensor, list[int], list[int]]]:
+        """Tells the ranks how many rows come for each of their experts. What it returns waits on the host: rows by
+        rank and local expert [n, e] to here, rows to and from each rank."""
+        count = ends.diff(prepend=ends.new_zeros(1))
+        even = [self.num_local] * self.group.size
+        coming = begin_all_to_all(count, self.group, send=even, receive=even).wait()
+        both = torch.stack((count, coming)).view(2, self.group.size, self.num_local)
+        totals = both.sum(-1)
+        if not totals.is_cuda:
+            return lambda: (both[1], *totals.tolist())
+        on_host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
+        on_host.copy_(totals, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def read() -> tuple[Tensor, list[int], list[int]]:
+            copied.synchronize()  # for the copy alone: rows are gathered meanwhile
+            return (both[1], *on_host.tolist())
+
+        return read
+
+    def _fixed_counts(self, capacity: int, like: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        even = [capacity * self.num_local] * self.group.size
+        return like.new_full((self.group.size, self.num_local), capacity), even, even
+
+    def _arrived(
+        self, travelling: AutogradHandle, weighting: AutogradHandle, count_ne: Tensor, way: _Exchange
+    ) -> Dispatched:
+        weights, rows = weighting.wait(), travelling.wait()
+        if self.num_local == 1:
+            return Dispatched(rows, weights, count_ne.sum(0).cumsum(0).int(), way)
+        expert = torch.arange(self.num_local, device=rows.device).repeat(self.group.size)
+        key = torch.repeat_interleave(expert, count_ne.flatten(), output_size=len(rows)).unsqueeze(-1)
+        received = sort_choices(key, self.num_local)
+        rows, weights = gather_rows(rows, received, self.moves), gather_choices(weights.unsqueeze(-1), received)
+        return Dispatched(rows, weights, received.ends, way._replace(received=received))
+
+    def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
+        way: _Exchange = dispatched.way_back
+        if way.received is not None:
+            rows = combine_rows(rows, way.received, self.moves)
+        returning = start_all_to_all(rows, self.group, send=way.receive, receive=way.send)
+        return lambda: combine_rows(returning.wait(), way.sent, self.moves)
+
+
+_KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+
+
+def build_dispatcher(config: TransformerConfig, *, groups: ProcessGroups) -> Dispatcher:
+    """The one of ``moe_token_dispatcher_type``; with one rank that has all experts there is nothing to choose."""
+    kind = LocalDispatcher if groups.etp_ep.size == 1 else _KINDS[config.moe_token_dispatcher_type]
+    return kind(config, groups=groups)

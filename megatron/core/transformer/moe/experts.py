@@ -1,0 +1,63 @@
+"""The feed-forward networks of a mixture of experts, all of one layer's that this rank holds.
+
+    y_r = p_r fc2(f(fc1(x_r)))        for each row r, a token's copy for one expert, of weight p_r
+
+The weight multiplies what goes into fc2, which is the same and saves keeping fc2's output for the weight's gradient.
+Rows come sorted by expert. Over expert tensor parallelism each rank computes a partial sum, which whoever takes the
+rows back to their tokens adds up (``dispatch.py``).
+
+:class:`SequentialExperts` computes one expert after the other and is the reference; :class:`GroupedExperts` all in one
+launch. Parameters and names are the same: checkpoints are interchangeable.
+
+Legend: r rows, h hidden, f feed-forward width of this rank, e experts of this rank.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.activations import activation_of, is_gated
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.recompute import activation_output
+
+
+class SequentialExperts(nn.Module):
+    """rows [r, h], ends int32 [e], weights [r] -> [r, h]. Rows after the last end are undefined, in and out."""
+
+    products = LOOP
+
+    def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
+        super().__init__()
+        width, hidden = config.moe_ffn_hidden_size or config.ffn_hidden_size, config.hidden_size
+        assert width is not None and hidden is not None
+        shared: dict[str, Any] = {"config": config, "products": self.products, "groups": groups}
+        fc1_width = StackedSize((2, width), 1) if is_gated(config) else width
+        self.linear_fc1 = GroupedLinear(hidden, fc1_width, init_method=weight_init(config), **shared)
+        self.linear_fc2 = GroupedLinear(
+            width, hidden, init_method=output_weight_init(config), splits_input=True, **shared
+        )  # fmt: skip
+        self.activation = activation_of(config)
+        self._keeping = activation_output(config)
+
+    def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+        intermediate = self.linear_fc1(rows, ends)
+        activate = partial(self._activate, weights=weights)
+        activated = activate(intermediate)
+        with self._keeping(activated, activate, intermediate):
+            return self.linear_fc2(activated, ends, weights)
+
+    def _activate(self, intermediate: Tensor, *, weights: Tensor) -> Tensor:
+        return (self.activation(intermediate) * weights.unsqueeze(-1)).to(intermediate.dtype)
+
+
+class GroupedExperts(SequentialExperts):
+    """The same by grouped GEMMs, where they serve: bf16 on GPUs, sizes that are multiples of 16 bytes."""
+
+    products = GROUPED

@@ -1,0 +1,128 @@
+"""Every way of dispatch, over every layout of experts, gives the outputs and gradients of one rank that has all.
+
+Legend: t tokens, h hidden, f feed-forward, e experts, k choices of a token.
+"""
+
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.sharding.placement import initialize_parameters, local_rectangle, local_view, named_specs
+from megatron.core.transformer.moe.dispatch import build_dispatcher
+from megatron.core.transformer.moe.experts import SequentialExperts
+from megatron.core.transformer.moe.routing import Routing
+
+TOKENS, HIDDEN, FFN, EXPERTS, K = 24, 6, 10, 4, 2
+DOUBLE = torch.float64
+
+
+def config_of(**overrides):
+    settings = {
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 1, "ffn_hidden_size": FFN, "swiglu": True,
+        "num_moe_experts": EXPERTS, "moe_router_topk": K, "params_dtype": DOUBLE, "add_bias_linear": False,
+        "init_method_std": 0.5,
+    }  # fmt: skip
+    return TransformerConfig(**(settings | overrides))
+
+
+def batch(dropped=0.0, skewed=False):
+    """Tokens, weights, choices and upstream gradients of all ranks."""
+    generator = torch.Generator().manual_seed(5)
+    tokens_th = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=DOUBLE)
+    scores_te = torch.randn(TOKENS, EXPERTS, generator=generator, dtype=DOUBLE)
+    if skewed:  # nobody chooses the experts of the last rank
+        scores_te[:, EXPERTS // 2 :] -= 100
+    weights_tk, experts_tk = scores_te.softmax(-1).topk(K)
+    drop_tk = torch.rand(TOKENS, K, generator=generator) < dropped
+    upstream_th = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=DOUBLE)
+    return tokens_th, weights_tk.masked_fill(drop_tk, 0), experts_tk.masked_fill(drop_tk, EXPERTS), upstream_th
+
+
+def run_layer(config, groups, data, experts_class=SequentialExperts):
+    """Outputs, gradients of tokens and weights, pieces of the parameters' gradients."""
+    dispatcher, experts = build_dispatcher(config, groups=groups), experts_class(config, groups=groups)
+    initialize_parameters(experts, 3, groups)
+    for name, param in experts.named_parameters():
+        if name.endswith("bias"):
+            param.data.fill_(0.25)
+    tokens, weights, choices, upstream = data
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    dispatched = dispatcher.dispatch(tokens, Routing(choices, weights))
+    output = dispatcher.combine(experts(dispatched.rows, dispatched.ends, dispatched.weights), dispatched)
+    output.backward(upstream)
+    pieces = [
+        (name, spec.shape, local_rectangle(spec, groups), local_view(param.grad, spec, groups).clone())
+        for name, param, spec in named_specs(experts)
+    ]
+    return output.detach(), tokens.grad, weights.grad, pieces
+
+
+def on_ranks(rank, world, ep, etp, overrides, data):
+    groups = parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )  # fmt: skip
+    own = [each.chunk(world)[rank] for each in data]
+    return run_layer(config_of(**overrides), groups, own)
+
+
+def summed(pieces):
+    """{name: sum of all ranks' pieces}; copies add up."""
+    whole = {}
+    for name, shape, rectangle, local in pieces:
+        target = whole.setdefault(name, torch.zeros(shape, dtype=DOUBLE))
+        rectangle.of(target).add_(local)
+    return whole
+
+
+def compare(results, expected):
+    for index in range(3):
+        torch.testing.assert_close(
+            torch.cat([each[index] for each in results]), expected[index], rtol=1e-10, atol=1e-12
+        )  # fmt: skip
+    found, exact = summed([piece for each in results for piece in each[3]]), summed(expected[3])
+    torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-12)
+
+
+def by_hand(config, data):
+    """Every token through its experts, one after the other."""
+    experts = SequentialExperts(config, groups=SINGLE_PROCESS)
+    initialize_parameters(experts, 3, SINGLE_PROCESS)
+    tokens, weights, choices, upstream = data
+    tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
+    fc1 = experts.linear_fc1.weight.detach().view(EXPERTS, 2 * FFN, HIDDEN)
+    fc2 = experts.linear_fc2.weight.detach().view(EXPERTS, HIDDEN, FFN)
+    rows = []
+    for token, weight_k, choice_k in zip(tokens, weights, choices):
+        total = torch.zeros(HIDDEN, dtype=DOUBLE)
+        for weight, choice in zip(weight_k, choice_k.tolist()):
+            if choice < EXPERTS:
+                gate, up = (fc1[choice] @ token).chunk(2)
+                total = total + weight * (fc2[choice] @ (torch.nn.functional.silu(gate) * up))
+        rows.append(total)
+    output = torch.stack(rows)
+    output.backward(upstream)
+    return output.detach(), tokens.grad, weights.grad
+
+
+LAYOUTS = {
+    "ep2": (2, 2, 1), "ep4": (4, 4, 1), "etp2": (2, 1, 2), "ep2·etp2": (4, 2, 2), "ep2·edp2": (4, 2, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.4])
+def test_one_rank_computes_every_token_through_its_experts(dropped):
+    data = batch(dropped)
+    for found, expected in zip(run_layer(config_of(), SINGLE_PROCESS, data), by_hand(config_of(), data)):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dropped, skewed", [(0.0, False), (0.4, False), (0.0, True)])
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_equals_one_rank(gloo_pool, layout, kind, dropped, skewed):
+    world, ep, etp = LAYOUTS[layout]
+    data = batch(dropped, skewed)
+    results = gloo_pool.run(on_ranks, world, ep, etp, {"moe_token_dispatcher_type": kind}, data)
+    compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
