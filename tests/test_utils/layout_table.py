@@ -24,6 +24,12 @@ MODELS = {
     "llama-sgd": f"{LLAMA} {GROUPS} 2 --optimizer sgd --lr 0.3",
     "packed": f"{DROPOUT} --reset-position-ids --reset-attention-mask --apply-layernorm-1p",
     "window": f"{NO_DROPOUT} --position-embedding-type rope --squared-relu --window-size 8,0 --window-attn-skip-freq 2",
+    "gpt-oss": (  # its dense parts, windows in every second layer
+        f"{NO_DROPOUT} {UNTIED} {GROUPS} 2 {YARN} --no-yarn-correction-range-round-to-int --normalization RMSNorm"
+        " --quick-geglu --activation-func-clamp-value 0.02 --glu-linear-offset 1 --window-size 8,0"
+        " --window-attn-skip-freq 2 --softmax-type learnable"
+    ),
+    "off-by-one": f"{DROPOUT} --softmax-type off-by-one --reset-position-ids --reset-attention-mask",
     "layers4": f"{DROPOUT} --num-layers 4",
     "deep": f"{DROPOUT} --num-layers 7",
     "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
@@ -244,6 +250,16 @@ CUT_LAYERS = {
     "pp2-whole": ("deep", f"{PP2} --whole-layers-in-pipeline-split", 2),
 }  # fmt: skip
 
+SINKS = {
+    "sinks-tp2-sp": ("gpt-oss", f"{TP2} {SP}", 2),
+    "sinks-cp2": ("gpt-oss", f"{CP2} --cp-comm-type allgather", 2),
+    "sinks-cp2-a2a": ("gpt-oss", f"{CP2} --cp-comm-type a2a", 2),
+    "sinks-pp2-vpp-recompute": (
+        "gpt-oss", f"{PP2} {VPP} --recompute-granularity selective --recompute-modules core_attn", 2,
+    ),
+    "sinks-zero2-cp2": ("gpt-oss", f"{CP2} {GATHER}", 4),
+    "off-by-one-cp2-packed": ("off-by-one", CP2, 2),
+}  # fmt: skip
 MORE_MODELS = {
     "yarn-tp2-sp": ("yarn", f"{TP2} {SP}", 2),
     "yarn-cp2": ("yarn", CP2, 2),
@@ -261,7 +277,7 @@ MORE_MODELS = {
 
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
-    **LOSS_IN_CHUNKS, **CUT_LAYERS, **MORE_MODELS,
+    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MORE_MODELS,
 }  # fmt: skip
 
 
@@ -291,7 +307,7 @@ EXTENDED = {
     "pp2-dp2", "pp2-tp2", "pp2-tp2-sp", "pp2-vpp-tp2-sp", "pp2-cp2", "pp2-tp2-sp-zero-bubble", "recompute-uniform",
     "recompute-selective-tp2-sp", "recompute-pp2-zero-bubble", "fsdp2", "fsdp4-sgd", "fsdp2-llama", "fsdp2-tp2",
     "cut-pp2", "cut-pp2-untied", "cut-pp2-llama", "cut-pp4", "cut-pp4-zero-bubble",
-    "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp",
+    "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp", "sinks-zero2-cp2", "sinks-pp2-vpp-recompute",
 }  # fmt: skip
 """Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every

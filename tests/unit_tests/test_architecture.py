@@ -30,7 +30,7 @@ CORE = {
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",
     "pipeline_parallel": "config groups parallel_state tensor_parallel",
     "description": "config pipeline_parallel",
-    "attention": "config description enums extensions fusions groups random",
+    "attention": "config description enums extensions fusions groups random sharding",
     "transformer":
         "attention config description enums extensions fusions groups parallel_state pipeline_parallel random sharding "
         "tensor_parallel",

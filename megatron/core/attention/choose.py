@@ -17,6 +17,7 @@ from megatron.core.attention.context_parallel.bands import bands_are_right
 from megatron.core.attention.kernels import flash_attn, flash_attn_4, torch_sdpa
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Form, Kernel, Request
 from megatron.core.attention.kernels.unfused import UnfusedAttention
+from megatron.core.attention.sink import has_sink
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -66,6 +67,7 @@ def request_of(config: TransformerConfig, layer_number: int, form: Form = "whole
         flash_version=config.flash_attention_version,
         flash_packages=tuple(each for each in installed_versions() if each != 4 or _version_4_is_usable(config)),
         form=form,
+        sink=has_sink(config),
     )
 
 

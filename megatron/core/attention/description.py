@@ -20,7 +20,7 @@ SETTINGS = (
     "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
-    "apply_query_key_layer_scaling",
+    "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
 """Settings that its weights depend on."""
 
@@ -55,7 +55,9 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     head_norms: list[Param] = []
     if config.qk_layernorm and not config.qk_l2_norm:
         head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
-    return Piece("attention", (*qkv, *head_norms, *proj), tuple(ops), settings=SETTINGS)
+    learned = config.softmax_type == "learnable"
+    sink = [Param("core_attention.softmax_offset", (heads,), {"tp": 0}, ndim=1)] if learned else []
+    return Piece("attention", (*qkv, *head_norms, *sink, *proj), tuple(ops), settings=SETTINGS)
 
 
 def _core(config: Config, place: LayerPlace, query: int, key_value: int) -> Op:
@@ -64,7 +66,7 @@ def _core(config: Config, place: LayerPlace, query: int, key_value: int) -> Op:
     flops = 2.0 * 2.0 * pairs * config.num_attention_heads * config.kv_channels
     item, heads = activation_bytes(config), config.num_attention_heads // config.tensor_model_parallel_size
     kept = 4.0 * heads  # log-sum-exp
-    if config.context_parallel_size > 1:
+    if config.context_parallel_size > 1 or config.softmax_type != "vanilla":
         kept += query * item  # the ring's output in its own order
     elif config.attention_dropout or config.attention_backend in ("unfused", "local"):
         copies = (query + key_value // 2) * item  # of queries and scaled keys, in the order of the GEMM

@@ -1,6 +1,6 @@
 """The attention core: queries, keys and values in, mixed values out.
 
-    softmax(Q K^T / sqrt(d), over the visible keys) V
+    softmax(Q K^T / sqrt(d), over the visible keys and a sink, if there is one) V
 
 One module for any number of context-parallel ranks: a kernel, chosen once (``choose.py``), and a form that lets queries
 meet all keys. With one rank that is a ring of one: the kernel itself, over whole sequences.
@@ -20,6 +20,7 @@ from megatron.core.attention.context_parallel.forms import WholeSequence, layout
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.sink import add_sink
 from megatron.core.attention.tiles import Visibility
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
@@ -50,6 +51,7 @@ class CoreAttention(nn.Module):
                 f"context_parallel_size {config.context_parallel_size}: the process groups are of {groups.cp.size} "
                 "ranks; pass the same size to initialize_model_parallel(context_parallel_size=...)"
             )
+        self.shared = groups.cp.size > 1
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
         self.visibility = Visibility(causal, window)
@@ -58,6 +60,7 @@ class CoreAttention(nn.Module):
         self.choice, kernel = make_kernel(config, layer_number, 1.0 / math.sqrt(config.kv_channels), layout.needs)
         """The kernel that was chosen, and why."""
         self.form, self.first_head = layout.form(kernel), layout.first_head
+        add_sink(self, config, groups)
 
     def forward(
         self,
@@ -74,13 +77,15 @@ class CoreAttention(nn.Module):
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
         mask = Mask(self.visibility, documents, attention_mask, self._weight_dropout(dropout))
-        return self.form(query, key, value, mask).flatten(2)
+        return self.form(query, key, value, mask, self.softmax_offset).flatten(2)
 
     @property
     def description(self) -> str:
         """For the log: the kernel, why, and the form of context parallelism."""
         if isinstance(self.form, WholeSequence):
             return str(self.choice)
+        if not self.shared:
+            return f"{self.choice}, then the sink by the log-sum-exp"
         return f"{type(self.form).__name__} over context-parallel ranks, {self.choice}"
 
     def _weight_dropout(self, at: DropoutCoordinates | None) -> WeightDropout | None:

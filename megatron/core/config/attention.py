@@ -75,6 +75,10 @@ class AttentionConfig:
     attention_softmax_in_fp32: bool = False
     """Compute the softmax of attention in float32 also on the unfused path."""
 
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """What joins the softmax of attention and is then dropped. vanilla: nothing; off-by-one: a logit of zero;
+    learnable: a learned logit per head (attention sinks, GPT-OSS)."""
+
     apply_query_key_layer_scaling: bool = False
     """Scale the products of queries and keys by 1 / layer number and undo it in a float32 softmax; for float16."""
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.sink import has_sink
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -45,13 +46,14 @@ def transformer_engine_attention(
     config: TransformerConfig, layer_number: int, attn_mask_type: AttnMaskType = AttnMaskType.causal,
     *, groups: ProcessGroups,
 ) -> nn.Module:  # fmt: skip
-    """Transformer Engine's attention; that of ``local`` under context parallelism, where no kernel is wanted and with
-    attention dropout, of which the package draws masks that depend on the layout.
+    """Transformer Engine's attention; that of ``local`` under context parallelism, where no kernel is wanted, with
+    attention sinks and with attention dropout, of which the package draws masks that depend on the layout.
 
     Raises:
         UserError: variables that contradict ``attention_backend``.
     """
-    if config.context_parallel_size > 1 or config.attention_backend == "local" or config.attention_dropout:
+    own = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
+    if own or config.attention_dropout:
         return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():

@@ -16,6 +16,7 @@ from tests.test_utils.flag_effects.rows import (
 )
 
 QKV = LAYERS + "0.self_attention.linear_qkv"
+SINK = LAYERS + "0.self_attention.core_attention.softmax_offset"
 FC1, FC2 = LAYERS + "0.mlp.linear_fc1", LAYERS + "0.mlp.linear_fc2"
 EMBEDDING = "embedding.word_embeddings.weight"
 GQA = "--group-query-attention"
@@ -91,6 +92,8 @@ ROWS = [
         base="--disable-bias-linear"),
     row("--swiglu", gives(shape(FC1 + ".weight"), (2, 64, 32))),
     row("--quick-geglu", gives(shape(FC1 + ".weight"), (2, 128, 32))),
+    row("--softmax-type learnable", gives(shape(SINK), (4,)), changes("losses")),
+    row("--softmax-type off-by-one", gives(shape(SINK), None), changes("losses"), keeps("initial")),
     row("--squared-relu", changes("losses"), keeps("initial")),
     row("--activation-func-clamp-value 1e-20", clamped, base="--swiglu"),
     row("--glu-linear-offset 1", offset_is_added, base="--swiglu"),

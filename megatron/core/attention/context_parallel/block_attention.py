@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.core.attention.context_parallel.exchange import NeighbourExchange
 from megatron.core.attention.kernels.base import FlashKernel, Kernel
 from megatron.core.attention.packing import Segments, group_tiles, segments
+from megatron.core.attention.sink import with_sink
 from megatron.core.attention.tiles import Tile
 from megatron.core.fusions.merge_attention import merge_attention_
 from megatron.core.fusions.sum_parts import sum_parts
@@ -89,9 +90,11 @@ class OnlineSoftmax:
             self.lse.fill_(-torch.inf)  # the weight exp(lse) of what has seen no key is 0
             self._started = True
 
-    def finish(self) -> tuple[Tensor, Tensor]:
-        """Output [s, b, a, d] in the queries' dtype and log-sum-exp [s, b, a] over all blocks."""
+    def finish(self, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output [s, b, a, d] in the queries' dtype and log-sum-exp [s, b, a] over all blocks, and ``sink`` [a]."""
         self._start()
+        if sink is not None:
+            return with_sink(self.out, self.lse, sink, self.query.dtype)
         return self.out.to(self.query.dtype), self.lse
 
     def _add_packed(self, key: Tensor, value: Tensor, at: Segments) -> None:

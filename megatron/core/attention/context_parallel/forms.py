@@ -28,6 +28,7 @@ from megatron.core.attention.context_parallel.zigzag import Spans
 from megatron.core.attention.kernels.base import Form, Kernel
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
+from megatron.core.attention.sink import has_sink, sink_gradient
 from megatron.core.attention.tiles import Tile, plan_tiles
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -35,7 +36,7 @@ from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import Group, ProcessGroups
 
 Attention = Callable[..., Tensor]
-"""``(query, key, value, mask) -> out``."""
+"""``(query, key, value, mask, sink=None) -> out``; ``sink`` [a] joins every softmax (``sink.py``)."""
 _ALONE = Group("alone")
 
 
@@ -52,7 +53,7 @@ class _Ring(torch.autograd.Function):
     """Forward keeps query, own keys and values, output and log-sum-exp; backward sends keys and values round again."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, plan: _Plan) -> Tensor:
         own = held = torch.stack((key, value))  # one message a step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
@@ -60,15 +61,15 @@ class _Ring(torch.autograd.Function):
             coming = neighbour_exchange(held, plan.group) if step < len(plan.blocks) - 1 else None
             softmax.add_block(held[0], held[1], tiles)
             held = held if coming is None else coming.wait()
-        out, lse = softmax.finish()
+        out, lse = softmax.finish(sink)
         # own keys and values alone, though all were seen: what is kept must not grow with the group
-        ctx.save_for_backward(query, own, out, lse)
+        ctx.save_for_backward(query, own, out, lse, sink)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, own, out, lse = ctx.saved_tensors
+        query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         # own keys come last: what other ranks add to their gradients arrives beside the computation of this rank's
@@ -86,33 +87,37 @@ class _Ring(torch.autograd.Function):
         sums = GradientSum(2, own[0], travelling)
         gradients.add_block(own, plan.blocks[0], sums)
         grad_key, grad_value = sums.result()
-        return gradients.grad_query(), grad_key, grad_value, None
+        return gradients.grad_query(), grad_key, grad_value, _sink_gradient(grad, out, lse, sink), None
 
 
 class _AllGather(torch.autograd.Function):
     """Forward keeps query, own keys and values, output and log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, plan: _Plan) -> Tensor:
         own = torch.stack((key, value))
         everything = _gather_whole(own, plan.group)
         softmax = OnlineSoftmax(query, plan.kernel)
         softmax.add_block(everything[0], everything[1], plan.blocks[0])
-        out, lse = softmax.finish()
-        ctx.save_for_backward(query, own, out, lse)
+        out, lse = softmax.finish(sink)
+        ctx.save_for_backward(query, own, out, lse, sink)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, own, out, lse = ctx.saved_tensors
+        query, own, out, lse, sink = ctx.saved_tensors
         plan: _Plan = ctx.plan
         everything = _gather_whole(own, plan.group)
         gradients = BlockGradients(grad, query, out, lse, plan.kernel)
         sums = GradientSum(2, everything[0])
         gradients.add_block(everything, plan.blocks[0], sums)
         grad_key, grad_value = _sum_local(sums.total(), plan.group).to(query.dtype)
-        return gradients.grad_query(), grad_key, grad_value, None
+        return gradients.grad_query(), grad_key, grad_value, _sink_gradient(grad, out, lse, sink), None
+
+
+def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor | None:
+    return None if sink is None else sink_gradient(grad, out, lse, sink)
 
 
 def _gather_whole(own: Tensor, group: Group) -> Tensor:
@@ -137,19 +142,20 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
 def _refuse_dense(mask: Mask) -> None:
     if mask.hidden is not None:
         raise UserError(
-            "attention_mask: context parallelism takes no dense masks; describe documents by "
+            "attention_mask: context parallelism and attention sinks take no dense masks; describe documents by "
             "packed_seq_params, windows by window_size"
         )
 
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """Attention where no rank shares a sequence."""
+    """Attention where no rank shares a sequence, without a sink."""
 
     kernel: Kernel
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: None = None) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
+        assert sink is None, "a sink needs a form with the log-sum-exp"
         return self.kernel.attend(query, key, value, mask)
 
 
@@ -176,19 +182,19 @@ class _BlockAttention:
 class RingAttention(_BlockAttention):
     """Keys and values go round ``group``; the transfer of the next block runs beside the computation of this one."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         size, rank = self.group.size, self.group.rank
         length = len(query) * size
         spans = [zigzag.spans(length, (rank - step) % size, size) for step in range(size)]
-        return _Ring.apply(query, key, value, self._plan(length, spans, mask))
+        return _Ring.apply(query, key, value, sink, self._plan(length, spans, mask))
 
 
 class AllGatherAttention(_BlockAttention):
     """All keys and values on every rank, for the time of one layer's attention."""
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         length = len(query) * self.group.size
-        return _AllGather.apply(query, key, value, self._plan(length, [((0, length),)], mask))
+        return _AllGather.apply(query, key, value, sink, self._plan(length, [((0, length),)], mask))
 
 
 @dataclass(frozen=True)
@@ -209,11 +215,12 @@ class AllToAllAttention:
     group: Group
     inner: Attention
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
         _refuse_dense(mask)
         query, key, value = scatter_heads((query, key, value), self.group)
-        return gather_heads(self.inner(query, key, value, mask), self.group)
+        own = None if sink is None else sink.chunk(self.group.size)[self.group.rank]
+        return gather_heads(self.inner(query, key, value, mask, own), self.group)
 
 
 class Layout(NamedTuple):
@@ -235,8 +242,9 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
     kind = comm_type_of_layer(config.cp_comm_type, layer_number) if groups.cp.size > 1 else "p2p"
     local_heads = config.num_attention_heads // groups.tp.size
     first_head = groups.tp.rank * local_heads
+    sink = has_sink(config)
     if kind == "p2p":
-        return _ring(groups.cp, first_head)
+        return _ring(groups.cp, first_head, sink)
     if kind == "allgather":
         return Layout("gather", lambda kernel: AllGatherAttention(groups.cp, kernel), first_head)
     inside, outside = (groups.cp, _ALONE) if kind == "a2a" else (groups.cp_a2a, groups.cp_p2p)
@@ -246,7 +254,7 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
             f"cp_comm_type a2a+p2p: context_parallel_size {groups.cp.size} is not split into two levels; give "
             "hierarchical_context_parallel_sizes to initialize_model_parallel"
         )
-    ring = _ring(outside, first_head + inside.rank * (local_heads // inside.size))
+    ring = _ring(outside, first_head + inside.rank * (local_heads // inside.size), sink)
 
     def form(kernel: Kernel) -> Attention:
         # plain torch as a ring even of one: blocks keep a log-sum-exp for backward, whole sequences all s^2 weights
@@ -256,9 +264,12 @@ def layout_of_layer(config: TransformerConfig, layer_number: int, groups: Proces
     return ring._replace(form=form)
 
 
-def _ring(group: Group, first_head: int) -> Layout:
-    if group.size == 1:
+def _ring(group: Group, first_head: int, sink: bool) -> Layout:
+    """A ring of one is the kernel itself, unless a sink needs its log-sum-exp."""
+    if group.size == 1 and not sink:
         return Layout("whole", WholeSequence, first_head)
+    if group.size == 1:
+        return Layout("gather", lambda kernel: RingAttention(group, kernel), first_head)
     return Layout("ring", lambda kernel: RingAttention(group, kernel), first_head)
 
 

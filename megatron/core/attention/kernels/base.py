@@ -49,12 +49,16 @@ class Request:
     form: Form = "whole"
     """Whole sequences, or blocks of keys that are merged: in a ring, or all at once (an all-gather)."""
 
+    sink: bool = False
+    """Whether a sink joins the softmax (``sink.py``)."""
+
     @property
     def situation(self) -> str:
         """``sm_90, bfloat16, head dim 128``."""
         where = "no GPU" if self.capability is None else "sm_{}{}".format(*self.capability)
         parts = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
         parts += [] if self.window is None else ["window {},{}".format(*self.window)]
+        parts += ["attention sinks"] if self.sink else []
         return ", ".join(parts + (["deterministic"] if self.deterministic else []))
 
     @property

@@ -22,6 +22,8 @@ def supports(version: int, request: Request) -> str | None:
     """Why this version cannot serve; None where it can."""
     if version not in request.flash_packages:
         return f"the package is not installed; install it: {INSTALL[version]}"
+    if request.sink:
+        return "the package gives no gradients by a log-sum-exp, which --softmax-type needs"
     if request.blocks:
         return "the package gives no gradients of a block of keys; take --cp-comm-type a2a"
     if version == 3 and request.capability != (9, 0):
