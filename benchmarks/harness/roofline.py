@@ -89,7 +89,8 @@ class Share:
     @property
     def parameters(self) -> float:
         """On this rank; norms and biases, a thousandth, are left out, and so is a copy beside its original."""
-        sizes = {"tp": self.cfg.tensor_model_parallel_size}
+        etp = self.cfg.expert_tensor_parallel_size or self.cfg.tensor_model_parallel_size
+        sizes = {"tp": self.cfg.tensor_model_parallel_size, "ep": self.cfg.expert_model_parallel_size, "etp": etp}
         held = {each.name: each for piece in self.pieces for each in piece.params}
         own = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
         return sum(math.prod(shape) for each in own for shape in each.local_shapes(sizes) if shape[-1] > 1)

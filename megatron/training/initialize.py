@@ -130,6 +130,8 @@ def initialize_megatron(cfg: PretrainConfig, store: dist.Store | None = None) ->
         pipeline_model_parallel_size=cfg.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=chunks if (chunks := virtual_pipeline_size(cfg)) > 1 else None,
         context_parallel_size=cfg.context_parallel_size,
+        expert_model_parallel_size=cfg.expert_model_parallel_size,
+        expert_tensor_parallel_size=cfg.expert_tensor_parallel_size,
         order=rank_order(cfg),
         nccl_communicator_config_path=cfg.nccl_communicator_config_path,
         distributed_timeout_minutes=cfg.distributed_timeout_minutes,

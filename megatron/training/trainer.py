@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads, mean_factor
 from megatron.core.schedules import batch_size as batch_sizes
+from megatron.core.transformer.statistics import StatisticsSum, Totals, invalid_values, losses_of, summaries
 from megatron.training.checks.finite import FiniteCheck, named_by_origin
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -50,6 +51,7 @@ class Trainer:
         self.flops_per_sample = parts.task.flops_per_sample()
         self.finite = FiniteCheck(global_rank()) if cfg.check_for_nan_in_loss_and_grad and not cfg.fp16 else None
         self.first_iteration = parts.state.iteration + 1
+        self.statistics = StatisticsSum(parts.model, parts.groups)
         self.loss_names: list[str] | None = None
         """As the last pipeline stage logs them; known after the first iteration."""
         self.last_validation: tuple[int, list[EvalResult]] | None = None
@@ -110,12 +112,14 @@ class Trainer:
         --no-check-for-nan-in-loss-and-grad, where it counts skipped iterations.
         """
         optimizer = self.parts.optimizer
-        local, sums, factor = self._forward_backward(size)
+        local, sums, factor, statistics = self._forward_backward(size)
         self.return_memory(1)
         metrics = StepMetrics(
-            losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size
-        )
-        losses = named_by_origin(local, sums.pairs)
+            losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size,
+            statistics=summaries(statistics),
+        )  # fmt: skip
+        checked = sums.pairs | invalid_values(statistics)
+        losses = named_by_origin(local, checked)
         if self.finite is None:
             if self.cfg.check_for_nan_in_loss_and_grad:
                 check_finite(
@@ -127,7 +131,7 @@ class Trainer:
             metrics.skipped = not updated
         else:
             with self.timers("optimizer", log_level=1):
-                update = optimizer.update(self.finite.skip_update(sums.pairs), factor)
+                update = optimizer.update(self.finite.skip_update(checked), factor)
             metrics.invalid, metrics.grad_norm, metrics.num_zeros = update
             self.finite.note(
                 self.state.iteration + 1, self.state.consumed_train_samples, losses, update.found_nonfinite
@@ -137,9 +141,9 @@ class Trainer:
         metrics.params_norm = optimizer.params_norm_on_device() if self.cfg.log_params_norm else None
         return metrics
 
-    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor]:
-        """Gradients summed over the global batch, in ``main_grad``. Returns this rank's losses, those of all, and the
-        factor that makes the gradients those of the mean loss per valid token."""
+    def _forward_backward(self, size: int) -> tuple[dict[str, Tensor], LossSums, Tensor, Totals]:
+        """Gradients summed over the global batch, in ``main_grad``. Returns this rank's losses, those of all, the
+        factor that makes the gradients those of the mean loss per valid token, and the statistics of modules."""
         parts, cfg = self.parts, self.cfg
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
         for chunk in parts.model:
@@ -159,8 +163,10 @@ class Trainer:
         finalize_model_grads(parts.model, groups=parts.groups)
         sums.share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
         self.loss_names = list(sums.pairs)
+        statistics = self.statistics(self.device)
+        sums.pairs |= losses_of(statistics)
         # the optimizer multiplies gradients by the factor as it reads them, which saves a pass over all of them
-        return local_losses, sums, mean_factor(expected_tokens, sums.num_tokens)
+        return local_losses, sums, mean_factor(expected_tokens, sums.num_tokens), statistics
 
     def _skip_batch(self, size: int) -> StepMetrics:
         """--iterations-to-skip: the data is consumed, the weights stay."""

@@ -60,6 +60,7 @@ def following_sizes(settings: ModelSettings) -> dict[str, Any]:
         "ffn_hidden_size": default_ffn_hidden_size(hidden, gated=settings.swiglu) if hidden else None,
         "embedding_init_method_std": settings.init_method_std,
     }
+    values["moe_ffn_hidden_size"] = settings.ffn_hidden_size or values["ffn_hidden_size"]
     return {name: value for name, value in values.items() if getattr(settings, name) is None}
 
 
@@ -95,6 +96,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         # renamed ones win: ``dataclasses.replace`` gives all fields beside what it was asked for by another name
         settings = {name: value for name, value in given.items() if name not in _RENAMED}
         settings |= {_RENAMED[name]: value for name, value in given.items() if name in _RENAMED}
+        for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
+            if not isinstance(settings.get(name, []), list):
+                settings[name] = [settings[name]]
         if "bias_activation_fusion" in settings:
             fused = settings.pop("bias_activation_fusion")
             settings = {"bias_gelu_fusion": fused, "bias_swiglu_fusion": fused} | settings

@@ -54,6 +54,13 @@ class Param:
     """Global name of the parameter that it is a copy of."""
     ndim: int = 2
     """Dims of what is stored: leading logical dims are folded into its first."""
+    active: float = 1.0
+    """The part of it that a token meets: of experts' those that it goes to."""
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it lies on the expert grid, whose ranks sum its gradient."""
+        return "ep" in self.mesh or "etp" in self.mesh
 
     @property
     def numel(self) -> int:
@@ -179,6 +186,11 @@ class ModelDescription:
     def num_parameters(self) -> int:
         """Padding and tied copies not counted."""
         return sum(each.numel for each in self.params())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Those that a token meets."""
+        return round(sum(each.numel * each.active for each in self.params()))
 
     @property
     def padding(self) -> int:

@@ -23,7 +23,7 @@ from megatron.core.description.model import (
     residual_branch,
     stream_elements,
 )
-from megatron.core.transformer.mlp_description import describe_mlp
+from megatron.core.transformer.moe.moe_description import describe_feed_forward
 
 SETTINGS = ("num_layers", "position_embedding_type", "untie_embeddings_and_output_weights", *RESIDUAL_SETTINGS)
 """Settings that the weights around its layers depend on."""
@@ -69,7 +69,7 @@ def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    attention, mlp = describe_attention(config, place), describe_mlp(config, place)
+    attention, mlp = describe_attention(config, place), describe_feed_forward(config, place)
     return (
         residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
         residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),

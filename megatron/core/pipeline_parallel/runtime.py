@@ -76,6 +76,8 @@ class PipelineRun:
 
     def run(self) -> list[MicroBatchResult]:
         """The results of all micro-batches, in order; empty where this rank has no loss."""
+        for chunk in self.work.chunks:
+            set_loss_scale(chunk, self.work.loss_transform if self.schedule.has_backward else None)
         with weight_gradients_put_off(self.work.chunks, self.schedule.splits_backward) as self._stores:
             self._run()
         return self.results
@@ -179,3 +181,12 @@ def set_input_tensor(chunk: nn.Module, tensor: Tensor | None) -> None:
         model.set_input_tensor(tensor)
     elif tensor is not None:
         raise ValueError(f"{type(model).__name__} is a later pipeline stage: it needs set_input_tensor(tensor)")
+
+
+def set_loss_scale(chunk: nn.Module, transform: Callable[[Tensor], Tensor] | None) -> None:
+    """Tells a model with losses of its own, beside the one that the schedule differentiates, what that is multiplied
+    by."""
+    model: Any = unwrapped(chunk)
+    if transform is not None and hasattr(model, "set_loss_scale"):
+        one = torch.ones((), dtype=torch.float64, device=next(model.parameters()).device)
+        model.set_loss_scale(transform(one))

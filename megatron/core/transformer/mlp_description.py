@@ -25,9 +25,9 @@ def is_gated(config: Config) -> bool:
     return bool(config.swiglu or config.quick_geglu)
 
 
-def describe_mlp(config: Config, place: LayerPlace) -> Piece:
-    """First layer, activation, second layer."""
-    hidden, width, item = config.hidden_size, config.ffn_hidden_size, activation_bytes(config)
+def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None) -> Piece:
+    """First layer, activation, second layer. ``width`` inside; None: ``ffn_hidden_size``."""
+    hidden, width, item = config.hidden_size, width or config.ffn_hidden_size, activation_bytes(config)
     gated, narrow = is_gated(config), width // config.tensor_model_parallel_size * item
     wide = narrow * (2 if gated else 1)
     fc1 = linear("linear_fc1", (2, width) if gated else (width,), hidden, int(gated), bias=config.add_bias_linear)

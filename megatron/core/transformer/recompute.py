@@ -192,7 +192,8 @@ def norm_output(config: RecomputeConfig) -> OutputPolicy:
     return discard_output if "layernorm" in recomputed_modules(config) else save_output
 
 
-def activation_output(config: RecomputeConfig) -> OutputPolicy:
-    """What a feed-forward network does with its activation's output, unless it is recomputed as a whole."""
+def activation_output(config: RecomputeConfig, module: str = "mlp") -> OutputPolicy:
+    """What a feed-forward network does with its activation's output, unless it is recomputed as a whole. ``module``:
+    what recomputation calls the network."""
     modules = recomputed_modules(config)
-    return discard_output if "mlp_act" in modules and "mlp" not in modules else save_output
+    return discard_output if f"{module}_act" in modules and module not in modules else save_output

@@ -9,6 +9,7 @@ Every rank must add the tokens that it alone has: ranks that hold the same token
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -25,8 +26,9 @@ Totals = dict[str, dict[str, Tensor]]
 class StepStatistics:
     """Named fp64 vectors, e.g. ``StepStatistics("layer 4", tokens_per_expert=64, z_loss=2)``.
 
-    ``label`` names the module over all ranks. A vector called ``…_loss`` is a sum and its count; in one called
-    ``nonfinite`` anything but zero stops the run.
+    ``label`` names the module over all ranks. Names say what becomes of a vector (:func:`losses_of`,
+    :func:`invalid_values`, :func:`summaries`): ``…_loss`` is a sum and its count, ``…_per_…`` a distribution; anything
+    but zero in ``nonfinite_…`` stops the run; what begins with ``_`` is for the module alone.
     """
 
     def __init__(self, label: str, **sizes: int) -> None:
@@ -90,3 +92,47 @@ class StatisticsSum:
         for each in self.own:
             each.end_step(totals[each.statistics.label])
         return totals
+
+
+def losses_of(totals: Totals) -> dict[str, Tensor]:
+    """``name -> [sum, count]`` of the losses among ``totals``, over all modules."""
+    losses: dict[str, Tensor] = {}
+    for sums in totals.values():
+        for name, pair in sums.items():
+            if name.endswith("_loss"):
+                losses[name] = losses[name] + pair if name in losses else pair
+    return losses
+
+
+def invalid_values(totals: Totals) -> dict[str, Tensor]:
+    """``what -> [NaN or 0, 1]``: NaN where a module has counted values that are not finite."""
+    counts = {f"{name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
+              for label, sums in totals.items() for name in sums if name.startswith("nonfinite_")}
+    if not counts:
+        return {}
+    flat = torch.cat(list(counts.values()))
+    pairs = torch.stack([flat.new_zeros(()).where(flat == 0, torch.nan), torch.ones_like(flat)], dim=1)
+    return dict(zip(counts, pairs))
+
+
+def summaries(totals: Totals) -> dict[str, Tensor]:
+    """What is logged of each module (0-d): ``layer 4/z_loss``, ``layer 4/dropped``; of a distribution its smallest and
+    largest number, the 95th percentile and the entropy relative to that of equal numbers."""
+    values: dict[str, Tensor] = {}
+    distributions: dict[tuple[str, int], dict[str, Tensor]] = {}
+    for label, sums in totals.items():
+        for name, vector in sums.items():
+            if name.endswith("_loss"):
+                values[f"{label}/{name}"] = vector[0] / vector[1]
+            elif "_per_" in name and not name.startswith("_"):
+                distributions.setdefault((name, len(vector)), {})[label] = vector
+            elif not name.startswith(("_", "nonfinite_")):
+                values[f"{label}/{name}"] = vector.sum()
+    for (name, size), vectors in distributions.items():
+        rows = torch.stack(list(vectors.values())).sort(dim=1).values
+        share = rows / rows.sum(1, keepdim=True).clamp_min(1)
+        entropy = -torch.xlogy(share, share).sum(1) / math.log(max(size, 2))
+        found = {"min": rows[:, 0], "p95": rows[:, math.ceil(0.95 * size) - 1], "max": rows[:, -1], "entropy": entropy}
+        for index, label in enumerate(vectors):
+            values |= {f"{label}/{name} {kind}": column[index] for kind, column in found.items()}
+    return values

@@ -26,6 +26,7 @@ class Tags:
             "learning-rate": metrics.learning_rate,
             "batch-size": metrics.global_batch_size,
             **metrics.losses,
+            **metrics.statistics,
             "loss-scale": metrics.loss_scale if self.loss_scale else None,
             "world-size": self.world_size,
             "grad-norm": metrics.grad_norm,

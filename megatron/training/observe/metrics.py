@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
@@ -49,6 +49,8 @@ class StepMetrics:
     """Valid tokens of the global batch (those the loss counts)."""
     learning_rate: float
     global_batch_size: int
+    statistics: dict[str, Any] = field(default_factory=dict)
+    """:data:`Scalar` by ``module/name``: what modules tell of themselves, such as the load of experts."""
     loss_scale: Scalar = 1.0
     grad_norm: Scalar | None = None
     num_zeros: Scalar | None = None
@@ -89,7 +91,7 @@ def materialize(steps: Iterable[StepMetrics]) -> None:
     waiting: dict[tuple, list] = {}
     steps = list(steps)
     for step in steps:
-        holders: tuple[dict[str, Any], ...] = (step.losses, step.__dict__)
+        holders: tuple[dict[str, Any], ...] = (step.losses, step.statistics, step.__dict__)
         for holder in holders:
             for key, value in holder.items():
                 if is_tensor(value):
@@ -151,6 +153,8 @@ def train_record(iteration: int, consumed_samples: int, metrics: StepMetrics) ->
         "nan": metrics.nan,
     }
     record.update({key: value for key, value in optional.items() if value is not None})
+    if metrics.statistics:
+        record["statistics"] = metrics.statistics
     return record
 
 
@@ -182,11 +186,13 @@ def from_record(record: Mapping[str, Any]) -> StepMetrics | EvalResult:
 
 def encode(record: Mapping[str, Any]) -> bytes:
     """One line. Floats are written by repr, which reads back to the same bits; non-finite ones as strings."""
-    plain = {
-        key: (str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value)
-        for key, value in record.items()
-    }
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        return str(float(value)) if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(plain(dict(record)), ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
@@ -199,9 +205,10 @@ def decode(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not isinstance(record.get("iteration"), int):
         return None
-    for key, value in record.items():
-        if key not in ("kind", "dataset") and isinstance(value, str) and value in NON_FINITE:
-            record[key] = NON_FINITE[value]
+    for holder in (record, record.get("statistics", {})):
+        for key, value in holder.items():
+            if key not in ("kind", "dataset") and isinstance(value, str) and value in NON_FINITE:
+                holder[key] = NON_FINITE[value]
     return record
 
 

@@ -17,7 +17,7 @@ from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
 from megatron.training.model_description import describe_run
-from megatron.training.report.memory import memory_rows
+from megatron.training.report.memory import expert_tensor_ranks, memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 
 
@@ -83,6 +83,10 @@ def _layout(cfg: PretrainConfig) -> Rows:
     tp, pp, cp = cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size
     dp = cfg.data_parallel_size
     yield "ranks", f"{cfg.world_size} = tensor {tp} x pipeline {pp} x context {cp} x data {dp}"
+    if cfg.num_moe_experts is not None:
+        ep, etp = cfg.expert_model_parallel_size, expert_tensor_ranks(cfg)
+        copies = cfg.world_size // (ep * etp * pp)
+        yield "ranks of experts", f"{cfg.world_size} = tensor {etp} x expert {ep} x pipeline {pp} x data {copies}"
     yield "rank order", f"{', '.join(_AXES[axis] for axis in rank_order(cfg).split('-'))} (fastest first)"
     apex = f", apex: {' '.join(cfg.apex_parts)}" if cfg.apex_parts else ""
     layers = f"layers: {cfg.transformer_impl}, attention: {cfg.attention_backend}{apex}"
@@ -105,6 +109,11 @@ def _model(cfg: PretrainConfig) -> Rows:
     per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
     stored = f"; {model.padding:,} more of padding" if model.padding else ""
     yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
+    if cfg.num_moe_experts is not None:
+        widths = f"{cfg.num_moe_experts} of width {cfg.moe_ffn_hidden_size}, {cfg.moe_router_topk} per token"
+        shared = cfg.moe_shared_expert_intermediate_size
+        yield "experts", widths + (f", and a shared one of width {shared}" if shared else "")
+        yield "active parameters", f"{model.num_active_parameters:,} per token"
 
 
 def _batches(cfg: PretrainConfig) -> Rows:

@@ -85,7 +85,10 @@ class Stored(NamedTuple):
 def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stored]:
     """Those of the pieces of a stage, in the order in which they are built. What is tied to a parameter of the same
     stage is that parameter."""
-    sizes, params = {"tp": cfg.tensor_model_parallel_size}, [each for piece in pieces for each in piece.params]
+    params = [each for piece in pieces for each in piece.params]
+    sizes = {
+        "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
+    }  # fmt: skip
     names = {each.name for each in params}
     own = [each for each in params if each.tied_to not in names]
     return [Stored(each, shape) for each in own for shape in each.local_shapes(sizes)]
@@ -101,16 +104,29 @@ def _chunk_state(cfg: PretrainConfig, model: ModelDescription, stage: StageConte
         return 0, 0, 0, 0
     if cfg.use_torch_fsdp2 and _sum_ranks(cfg) > 1:
         return _fully_sharded_state(cfg, parameters, layers_held(model, stage))
+    # parameters that other ranks sum have buffers of their own
+    ranks = _sum_ranks(cfg), _expert_sum_ranks(cfg)
+    if ranks[0] == ranks[1] and cfg.expert_model_parallel_size == 1:
+        return _buffer_state(cfg, model, parameters, ranks[0])
+    kinds = ([each for each in parameters if each.param.is_expert is expert] for expert in (False, True))
+    states = [_buffer_state(cfg, model, kind, size) for kind, size in zip(kinds, ranks) if kind]
+    return tuple(map(sum, zip(*states)))  # type: ignore[return-value]
+
+
+def _buffer_state(
+    cfg: PretrainConfig, model: ModelDescription, parameters: list[Stored], num_ranks: int
+) -> tuple[int, int, int, int]:
+    """The same for parameters whose gradients ``num_ranks`` ranks sum."""
     parameters.reverse()
     sizes = [each.elements for each in parameters]
-    shards = _sum_ranks(cfg) // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
+    shards = num_ranks // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
     # what the first and the last stage may both hold has buckets of its own, so that its shards are cut alike
     tied = cfg.pipeline_model_parallel_size > 1 and cfg.use_distributed_optimizer
     word_embeddings = model.embedding.params[0]
     alone = [tied and (each.param.tied_to is not None or each.param == word_embeddings) for each in parameters]
     bucket_size = chosen_bucket_size(
         sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
-        num_ranks=_sum_ranks(cfg),
+        num_ranks=num_ranks,
     )  # fmt: skip
     alignment = bucket_alignment(shards, cfg.ddp_pad_buckets_for_high_nccl_busbw)
     cut = cut_buffer(sizes, alone, bucket_size, alignment)
@@ -140,6 +156,17 @@ def _fully_sharded_state(
 def _sum_ranks(cfg: PretrainConfig) -> int:
     """Ranks over which gradients are summed."""
     return cfg.data_parallel_size * cfg.context_parallel_size
+
+
+def _expert_sum_ranks(cfg: PretrainConfig) -> int:
+    """The same of experts' gradients."""
+    held = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg) * cfg.pipeline_model_parallel_size
+    return max(cfg.world_size // held, 1)
+
+
+def expert_tensor_ranks(cfg: PretrainConfig) -> int:
+    """Ranks over which an expert's matrices are split."""
+    return cfg.expert_tensor_parallel_size or cfg.tensor_model_parallel_size
 
 
 def _is_half(cfg: PretrainConfig) -> bool:

@@ -17,6 +17,7 @@ from megatron.training.rules import (
     context,
     data,
     data_parallel,
+    experts,
     layout,
     model,
     pipeline,
@@ -33,7 +34,7 @@ def rules_of(*files: ModuleType) -> list[Rule]:
     ]  # fmt: skip
 
 
-RULES = rules_of(model, backends, layout, context, pipeline, data_parallel, training, checkpoints)
+RULES = rules_of(model, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints)
 
 
 def check(cfg: PretrainConfig) -> list[Problem]:

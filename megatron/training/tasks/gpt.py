@@ -110,6 +110,7 @@ class GPTTask(Task):
             batch["tokens"],
             batch["position_ids"],
             labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
             packed_seq_params=packed_documents(batch),
             sample_index=batch["sample_index"],
         )

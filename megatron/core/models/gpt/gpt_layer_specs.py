@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import Backend, get_backend
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -27,8 +29,10 @@ def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: 
     return L2Norm(eps)
 
 
-def layer_spec(backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False) -> ModuleSpec:
-    """A dense GPT layer of one backend."""
+def layer_spec(
+    backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False, experts: bool = False
+) -> ModuleSpec:
+    """A GPT layer of one backend, dense or with ``experts``."""
     head_norm = _l2_norm if qk_l2_norm else backend.norm if qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear,
@@ -37,21 +41,22 @@ def layer_spec(backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    mlp = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
+    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
+    mlp = ModuleSpec(MLP, submodules=linears)
+    if experts:
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=linears))
     return ModuleSpec(
         backend.layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.norm,
             self_attention=ModuleSpec(SelfAttention, submodules=attention),
             pre_mlp_layernorm=backend.norm,
-            mlp=ModuleSpec(MLP, submodules=mlp),
+            mlp=mlp,
         ),
     )
 
 
-def _refuse_unavailable(num_experts: int | None, moe_grouped_gemm: bool, multi_latent_attention: bool) -> None:
-    if num_experts or moe_grouped_gemm:
-        raise UserError("num_experts: mixture-of-experts layers are not available yet")
+def _refuse_unavailable(multi_latent_attention: bool) -> None:
     if multi_latent_attention:
         raise UserError("multi_latent_attention: not available yet")
 
@@ -69,8 +74,10 @@ def get_gpt_layer_local_spec(
     """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
     follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
     _accept(accepted)
-    _refuse_unavailable(num_experts, moe_grouped_gemm, multi_latent_attention)
-    return layer_spec(get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
+    _refuse_unavailable(multi_latent_attention)
+    return layer_spec(
+        get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts)
+    )
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -86,8 +93,10 @@ def get_gpt_layer_with_transformer_engine_spec(
     """A layer of Transformer Engine modules; ValueError with the command that installs the package where it is
     missing. Arguments as of :func:`get_gpt_layer_local_spec`."""
     _accept(accepted)
-    _refuse_unavailable(num_experts, moe_grouped_gemm, multi_latent_attention)
-    return layer_spec(get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm)
+    _refuse_unavailable(multi_latent_attention)
+    return layer_spec(
+        get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts)
+    )
 
 
 def get_gpt_decoder_block_spec(
@@ -97,7 +106,10 @@ def get_gpt_decoder_block_spec(
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     norms = {"qk_layernorm": config.qk_layernorm, "qk_l2_norm": config.qk_l2_norm}
-    return TransformerBlockSubmodules([layer_spec(backend, **norms) for _ in range(config.num_layers)], backend.norm)
+    layers = [
+        layer_spec(backend, **norms, experts=has_experts(config, number)) for number in range(1, config.num_layers + 1)
+    ]
+    return TransformerBlockSubmodules(layers, backend.norm)
 
 
 def get_gpt_mtp_block_spec(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core import parallel_state
@@ -30,7 +31,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.side_losses import SideLosses
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.statistics import modules_with_statistics
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
@@ -96,6 +99,7 @@ class GPTModel(MegatronModule):
         self._stream_split = self.groups.stream(config.sequence_parallel)
         """Over which ranks the residual stream's positions are split."""
         self._input_tensor: Tensor | None = None
+        self._loss_scale: Tensor | None = None
         self._forward_calls = 0
         self.rotary_pos_emb = _rotary(
             config, position_embedding_type, max_sequence_length, rotary_percent, rotary_base,
@@ -105,6 +109,7 @@ class GPTModel(MegatronModule):
             self._build(transformer_layer_spec, branches, position_embedding_type == "learned_absolute")
             if config.perform_initialization:
                 initialize_parameters(self, seed, self.groups)
+        self._has_side_losses = any(modules_with_statistics([self]))
 
     def _branches_of_this_stage(self, described: ModelDescription, layers: range | None) -> range:
         """Those of ``layers``, or what is between ``pre_process`` and ``post_process`` on this pipeline rank."""
@@ -157,6 +162,24 @@ class GPTModel(MegatronModule):
         """Hidden states [s, b, h] of the previous pipeline stage, for the next ``forward``."""
         self._input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
+    def set_loss_scale(self, scale: Tensor | None) -> None:
+        """What the main loss is multiplied by before its backward pass (0-d; None: 1), for losses inside the model."""
+        self._loss_scale = scale
+
+    def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> SideLosses | None:
+        """With a ``loss_mask`` the main loss is taken for a sum over the tokens that count, else for a mean."""
+        if not self._has_side_losses or not self.training or not torch.is_grad_enabled():
+            return None
+        scale = self._loss_scale
+        if scale is None:
+            scale = torch.ones((), device=device)
+        if loss_mask is None:
+            return SideLosses(torch.full((batch,), 1 / batch, device=device), scale)
+        tokens = loss_mask.sum(1, dtype=torch.float32)
+        if self.groups.cp.size > 1:
+            dist.all_reduce(tokens, group=self.groups.cp.handle)
+        return SideLosses(tokens, scale)
+
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight as this stage holds it; None where it holds none."""
         if self.pre_process:
@@ -195,7 +218,8 @@ class GPTModel(MegatronModule):
         places in the whole training run, on which dropout masks depend. Under context parallelism s counts this
         rank's tokens (``attention/context_parallel/zigzag.py``); ``position_ids`` and document boundaries count tokens
         of the whole sequences.
-        ``loss_mask`` is accepted for programs that pass it: losses are of every token.
+        ``loss_mask`` [b, s]: which losses the caller sums up, for losses inside the model; those returned are of every
+        token.
         """
         batch, length = input_ids.shape
         if packed_seq_params is not None:
@@ -209,7 +233,8 @@ class GPTModel(MegatronModule):
         rotary = None
         if self.rotary_pos_emb is not None:
             rotary = self.rotary_pos_emb(length, input_ids.device, self.groups.cp)
-        context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout)
+        side_losses = self._side_losses(batch, loss_mask, input_ids.device)
+        context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout, side_losses)
         hidden_states = self.decoder(hidden_states, context)
         return self._outputs(hidden_states, labels) if self.post_process else hidden_states
 

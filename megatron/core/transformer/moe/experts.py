@@ -44,7 +44,7 @@ class SequentialExperts(nn.Module):
             width, hidden, init_method=output_weight_init(config), splits_input=True, **shared
         )  # fmt: skip
         self.activation = activation_of(config)
-        self._keeping = activation_output(config)
+        self._keeping = activation_output(config, "moe")
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
         intermediate = self.linear_fc1(rows, ends)

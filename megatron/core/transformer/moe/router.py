@@ -96,9 +96,9 @@ class TopKRouter(nn.Module):
         self.bias = parameter((self.num_experts,), init=Zeros(), **shared) if config.add_bias_linear else None
         self._traits = LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self._register_buffers()
-        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite": 1, **self.losses.statistics}
+        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logits": 1, **self.losses.statistics}
         if self.last_choices is not None:
-            sizes["choices_per_expert"] = self.num_experts
+            sizes["_choices_per_expert"] = self.num_experts
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
 
     def _register_buffers(self) -> None:
@@ -186,7 +186,7 @@ class TopKRouter(nn.Module):
             experts = plain if plain is not None else choose(lambda: top_k(logits.detach(), self.k))
             counts_be = choice_counts(experts, self.num_experts, maths_dtype(logits))
             if counting and self.last_choices is not None:
-                self.statistics.add("choices_per_expert", counts_be.sum(0))
+                self.statistics.add("_choices_per_expert", counts_be.sum(0))
         elif not rule.z_coefficient:
             return weights
         shares = {} if counts_be is None else fractions(rule, counts_be, self.last_choices, self.sharers)
@@ -203,7 +203,7 @@ class TopKRouter(nn.Module):
         self.statistics.add("tokens_per_expert", counts_e)
         if self.config.moe_expert_capacity_factor:
             self.statistics.add("dropped", experts.numel() - counts_e.sum())
-        self.statistics.add("nonfinite", logits.isfinite().logical_not_().sum())
+        self.statistics.add("nonfinite_router_logits", logits.isfinite().logical_not_().sum())
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:
@@ -214,7 +214,7 @@ class TopKRouter(nn.Module):
             step = (counts_e.sum() - counts_e * self.num_experts).sign()
             self.expert_bias.add_(step.to(self.expert_bias.dtype), alpha=self.config.moe_router_bias_update_rate)
         if self.last_choices is not None:
-            self.last_choices.copy_(totals["choices_per_expert"])
+            self.last_choices.copy_(totals["_choices_per_expert"])
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]} -> {self.k} of {self.num_experts}"

@@ -51,6 +51,6 @@ def test_counts_of_a_step():
     taken = dict(zip(sizes, router.statistics.take(x.device).split([*sizes.values()])))
     assert taken["tokens_per_expert"].tolist() == experts.flatten().bincount(minlength=9)[:8].tolist()
     assert taken["tokens_per_expert"].max() <= 3 and taken["dropped"].item() == 36 - taken["tokens_per_expert"].sum()
-    assert taken["nonfinite"].item() == 0 and torch.equal(weights == 0, experts == 8)
+    assert taken["nonfinite_router_logits"].item() == 0 and torch.equal(weights == 0, experts == 8)
     router.eval()(x)
     assert not router.statistics.take(x.device).any()

@@ -1,0 +1,101 @@
+"""Describes the mixture of experts of ``moe_layer.py``. Torch-free.
+
+Tokens are taken to be shared out equally: of T tokens of a rank, ``moe_router_topk * T`` rows come to the experts that
+it holds, from whatever rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.core.config.moe import has_experts
+from megatron.core.description.model import (
+    Config,
+    LayerPlace,
+    Op,
+    Param,
+    Piece,
+    Saved,
+    activation_bytes,
+    stream_elements,
+)
+from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
+from megatron.core.transformer.mlp_description import describe_mlp, is_gated
+
+SETTINGS = (
+    *MLP_SETTINGS, "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk",
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)  # fmt: skip
+"""Settings that its weights depend on."""
+
+
+def describe_feed_forward(config: Config, place: LayerPlace) -> Piece:
+    """A mixture of experts in the layers that have one, else one feed-forward network."""
+    describe = describe_moe if has_experts(config, place.layer_number) else describe_mlp
+    return describe(config, place)
+
+
+def describe_moe(config: Config, place: LayerPlace) -> Piece:
+    """Router, experts, shared expert."""
+    router, experts = _router(config, place), _experts(config, place)
+    pieces = [router, experts]
+    if config.moe_shared_expert_intermediate_size:
+        pieces.append(_shared_expert(config, place))
+    return Piece(
+        "experts", tuple(each for piece in pieces for each in piece.params),
+        tuple(op for piece in pieces for op in piece.ops), settings=SETTINGS,
+    )  # fmt: skip
+
+
+def _router(config: Config, place: LayerPlace) -> Piece:
+    experts, hidden = config.num_moe_experts, config.hidden_size
+    params = [Param("router.weight", (experts, hidden))]
+    if config.add_bias_linear:
+        params.append(Param("router.bias", (experts,), ndim=1))
+    rows = stream_elements(config) / hidden
+    logits = Op(
+        "gemm", "router", 2.0 * place.seq_length * experts * hidden, gemm=(experts, hidden),
+        saved=(Saved("logits", 2 * rows * experts * 4, ("moe",)),),
+    )  # fmt: skip
+    return Piece("router", tuple(params), (logits,))
+
+
+def _experts(config: Config, place: LayerPlace) -> Piece:
+    count, top, width = config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size
+    hidden, item, gated = config.hidden_size, activation_bytes(config), is_gated(config)
+    split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    wide = (2, width) if gated else (width,)
+    mesh = {"ep": 0, "etp": 2 if gated else 1}
+    shape = {"active": top / count}
+    params = [Param("experts.linear_fc1.weight", (count, *wide, hidden), mesh, **shape)]
+    if config.add_bias_linear:
+        params.append(Param("experts.linear_fc1.bias", (count, *wide), mesh, **shape))
+    params.append(Param("experts.linear_fc2.weight", (count, hidden, width), {"ep": 0, "etp": 2}, **shape))
+    if config.add_bias_linear:
+        params.append(Param("experts.linear_fc2.bias", (count, hidden), {"ep": 0}, **shape))
+    rows = stream_elements(config) / hidden * top * split  # of each token's copies, all ranks of an expert have each
+    narrow = rows * width / split * item
+    up = 2 if gated else 1
+    flops = 2.0 * place.seq_length * top * width * hidden
+    passes = 3 + 5 if gated else 2 + 3
+    ops = (
+        Op("other", "permutation", traffic=4.0 * rows * hidden * item, gradients=rows * hidden * item,
+           saved=(Saved("rows", rows * hidden * item, ("moe",)),)),
+        Op("gemm", "linear_fc1", up * flops, gemm=(up * width // split, hidden), gradients=up * narrow,
+           saved=(Saved("input of the activation", up * narrow, ("moe",)),)),
+        Op("activation", "activation", traffic=passes * narrow, gradients=narrow,
+           saved=(Saved("output of the activation", narrow, ("moe", "moe_act")),)),
+        Op("gemm", "linear_fc2", flops, gemm=(hidden, width // split)),
+        Op("other", "combination", traffic=4.0 * rows * hidden * item,
+           saved=(Saved("experts' outputs", rows * hidden * item, ("moe",)),)),
+    )  # fmt: skip
+    return Piece("experts", tuple(params), ops)
+
+
+def _shared_expert(config: Config, place: LayerPlace) -> Piece:
+    mlp = describe_mlp(config, place, width=config.moe_shared_expert_intermediate_size).under("shared_experts.")
+    if not config.moe_shared_expert_gate:
+        return mlp
+    return replace(mlp, params=(*mlp.params, Param("shared_experts.gate_weight", (1, config.hidden_size))))

@@ -1,0 +1,73 @@
+"""A mixture of experts: every token goes through ``moe_router_topk`` of many feed-forward networks (Shazeer et al. 2017,
+Lepikhin et al. 2020).
+
+    y = sum over chosen experts e of  w_e * expert_e(x)  [+ shared_expert(x)]
+
+The router chooses experts and weights, the dispatcher brings each token's copies to the ranks of their experts as rows
+in the order of experts, the experts compute, and the dispatcher brings the results back and adds them up.
+
+Legend: s sequence (local), b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.dispatch import build_dispatcher
+from megatron.core.transformer.moe.experts import GroupedExperts, SequentialExperts
+from megatron.core.transformer.moe.moe_description import describe_moe
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExperts
+from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+
+@dataclass
+class MoESubmodules:
+    """Slots of :class:`MoELayer`."""
+
+    shared_experts: MLPSubmodules
+    """Slots of the feed-forward network beside the experts, where the configuration asks for one."""
+    router: ModuleSpec | Callable[..., Any] = TopKRouter
+    experts: ModuleSpec | Callable[..., Any] | None = None
+    """None: grouped GEMMs, or with ``moe_fusion`` off one expert after the other."""
+
+
+class MoELayer(nn.Module):
+    """[s, b, h] -> [s, b, h]. Under tensor parallelism the positions are split (sequence parallelism): every rank
+    routes tokens of its own."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
+    ) -> None:
+        super().__init__()
+        self.router = build_module(submodules.router, config, layer_number=layer_number, groups=groups)
+        kind = GroupedExperts if config.moe_fusion else SequentialExperts
+        self.experts = build_module(submodules.experts or kind, config, groups=groups)
+        self.dispatcher = build_dispatcher(config, groups=groups)
+        self.shared_experts: nn.Module | None = None
+        if config.moe_shared_expert_intermediate_size:
+            self.shared_experts = SharedExperts(config, submodules.shared_experts, groups=groups)
+        self._run, self._run_shared = run_of(config, "moe"), run_of(config, "shared_experts")
+
+    describe = staticmethod(describe_moe)
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        output = self._run(self._through_experts, hidden_states, ctx)
+        if self.shared_experts is None:
+            return output
+        return output + self._run_shared(self.shared_experts, hidden_states)
+
+    def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
+        routing = self.router(hidden_states, ctx)
+        dispatched = self.dispatcher.dispatch(hidden_states.flatten(0, 1), routing)
+        rows = self.experts(dispatched.rows, dispatched.ends, dispatched.weights)
+        return self.dispatcher.combine(rows, dispatched).view_as(hidden_states)

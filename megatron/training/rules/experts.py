@@ -1,0 +1,141 @@
+"""Rules about mixtures of experts: router, capacity, and how experts are split over ranks."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Problems, problem
+from megatron.training.rules.layout import common_divisors, nearest_multiples
+
+
+def experts_are_there(cfg: PretrainConfig) -> Problems:
+    if cfg.num_moe_experts is None and cfg.expert_model_parallel_size > 1:
+        yield problem(cfg, "expert_model_parallel_size", "needs experts", "--num-experts N")
+
+
+def layers_with_experts_are_named(cfg: PretrainConfig) -> Problems:
+    pattern = cfg.moe_layer_freq
+    if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
+        yield problem(cfg, "moe_layer_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
+
+
+def experts_split_evenly(cfg: PretrainConfig) -> Problems:
+    experts, ep = cfg.num_moe_experts, cfg.expert_model_parallel_size
+    if experts is None:
+        return
+    if experts % ep:
+        fix = f"{nearest_multiples(experts, ep)}; or an --expert-model-parallel-size of {common_divisors(experts)}"
+        yield problem(cfg, "num_moe_experts", f"is not a multiple of --expert-model-parallel-size {ep}", fix)
+    etp, width = _expert_tensor_ranks(cfg), cfg.moe_ffn_hidden_size
+    if width and width % etp:
+        reason = f"is not a multiple of the {etp} expert-tensor-parallel ranks"
+        yield problem(cfg, "moe_ffn_hidden_size", reason, nearest_multiples(width, etp))
+    shared, tp = cfg.moe_shared_expert_intermediate_size, cfg.tensor_model_parallel_size
+    if shared and shared % tp:
+        reason = f"is not a multiple of --tensor-model-parallel-size {tp}"
+        yield problem(cfg, "moe_shared_expert_intermediate_size", reason, nearest_multiples(shared, tp))
+
+
+def _expert_tensor_ranks(cfg: PretrainConfig) -> int:
+    return cfg.expert_tensor_parallel_size or cfg.tensor_model_parallel_size
+
+
+def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
+    ep, etp, pp = cfg.expert_model_parallel_size, _expert_tensor_ranks(cfg), cfg.pipeline_model_parallel_size
+    if cfg.num_moe_experts is None:
+        return
+    if cfg.world_size % (ep * etp * pp):
+        reason = f"x expert-tensor-parallel {etp} x pipeline {pp} does not divide the world size {cfg.world_size}"
+        fitting = common_divisors(max(cfg.world_size // math.gcd(cfg.world_size, etp * pp), 1), cfg.num_moe_experts)
+        yield problem(cfg, "expert_model_parallel_size", reason, f"sizes that do: {fitting}")
+    elif (cfg.world_size // (ep * etp * pp)) % cfg.num_distributed_optimizer_instances:
+        reason = f"do not divide the {cfg.world_size // (ep * etp * pp)} data-parallel ranks of experts"
+        yield problem(cfg, "num_distributed_optimizer_instances", reason)
+
+
+def experts_see_tokens_of_their_own(cfg: PretrainConfig) -> Problems:
+    """Under tensor parallelism alone every rank would route the same tokens, and each count them."""
+    if cfg.num_moe_experts is not None and cfg.tensor_model_parallel_size > 1 and not cfg.sequence_parallel:
+        yield problem(
+            cfg, "num_moe_experts", "with --tensor-model-parallel-size > 1 needs split sequences",
+            "add --sequence-parallel",
+        )  # fmt: skip
+
+
+def routers_can_choose(cfg: PretrainConfig) -> Problems:
+    experts, top, scores = cfg.num_moe_experts, cfg.moe_router_topk, cfg.moe_router_score_function
+    if experts is None:
+        return
+    if top > experts:
+        yield problem(cfg, "moe_router_topk", f"is more than --num-experts {experts}")
+    if top == 1 and scores == "softmax" and not cfg.moe_router_pre_softmax and not _uses(cfg, "sinkhorn"):
+        reason = "softmax over one chosen expert is always 1, which trains no router"
+        yield problem(cfg, "moe_router_topk", reason, "add --moe-router-pre-softmax")
+    if cfg.moe_router_enable_expert_bias and scores == "softmax":
+        reason = "is for scores that do not depend on each other"
+        yield problem(cfg, "moe_router_enable_expert_bias", reason, "--moe-router-score-function sigmoid")
+    other_choice = cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or scores != "softmax"
+    if _uses(cfg, "sinkhorn") and other_choice:
+        reason = "sinkhorn makes its own choice, without groups, bias or other scores"
+        yield problem(cfg, "moe_router_load_balancing_type", reason)
+
+
+def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
+    experts, groups, chosen = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_topk
+    if experts is None or (groups is None and chosen is None):
+        return
+    if groups is None or chosen is None:
+        field, other = ("moe_router_num_groups", "moe_router_group_topk")[:: 1 if chosen is None else -1]
+        yield problem(cfg, field, f"needs --{other.replace('_', '-')}", "give both or none")
+        return
+    if experts % groups:
+        reason = f"does not divide --num-experts {experts}"
+        yield problem(cfg, "moe_router_num_groups", reason, f"divisors: {common_divisors(experts)}")
+    if chosen > groups:
+        yield problem(cfg, "moe_router_group_topk", f"is more than --moe-router-num-groups {groups}")
+    elif cfg.moe_router_topk % chosen or cfg.moe_router_topk // chosen > experts // groups:
+        reason = f"does not share --moe-router-topk {cfg.moe_router_topk} among groups of {experts // groups} experts"
+        yield problem(cfg, "moe_router_group_topk", reason)
+
+
+def _uses(cfg: PretrainConfig, kind: str) -> bool:
+    return kind in cfg.moe_router_load_balancing_type
+
+
+def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
+    kinds, coefficients = cfg.moe_router_load_balancing_type, cfg.moe_aux_loss_coeff
+    if cfg.num_moe_experts is None:
+        return
+    if len(kinds) != len(coefficients):
+        reason = f"has {len(coefficients)} numbers for {len(kinds)} kinds (--moe-router-load-balancing-type)"
+        yield problem(cfg, "moe_aux_loss_coeff", reason, "give one for each")
+    elif any(kind in ("sinkhorn", "none") and value for kind, value in zip(kinds, coefficients)):
+        yield problem(cfg, "moe_aux_loss_coeff", "counts for auxiliary losses alone", "0 for sinkhorn and none")
+    if len(kinds) > 1 and (_uses(cfg, "sinkhorn") or _uses(cfg, "none") or len(set(kinds)) < len(kinds)):
+        reason = "lists losses that add up: each once, without sinkhorn and none"
+        yield problem(cfg, "moe_router_load_balancing_type", reason)
+
+
+def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
+    if cfg.num_moe_experts is None:
+        return
+    if cfg.moe_pad_expert_input_to_capacity and cfg.moe_expert_capacity_factor is None:
+        reason = "needs --moe-expert-capacity-factor: without it no token is dropped, and nothing is filled up"
+        yield problem(cfg, "moe_pad_expert_input_to_capacity", reason, "give it, for example 1.0")
+    if cfg.moe_expert_capacity_factor is not None and _uses(cfg, "sinkhorn"):
+        yield problem(cfg, "moe_expert_capacity_factor", "excludes sinkhorn, which balances by itself")
+
+
+def shared_experts_are_there(cfg: PretrainConfig) -> Problems:
+    if cfg.moe_shared_expert_intermediate_size is not None:
+        return
+    for field in ("moe_shared_expert_overlap", "moe_shared_expert_gate"):
+        if getattr(cfg, field) and cfg.num_moe_experts is not None:
+            reason = "needs a shared expert"
+            yield problem(cfg, field, reason, "--moe-shared-expert-intermediate-size N, or leave it out")
+
+
+def experts_have_their_execution(cfg: PretrainConfig) -> Problems:
+    if cfg.num_moe_experts is not None and cfg.cuda_graph_impl == "local":
+        yield problem(cfg, "cuda_graph_impl", "does not record experts, whose numbers of tokens differ", "leave it out")
