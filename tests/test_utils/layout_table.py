@@ -1,5 +1,6 @@
 """The rows of the matrix: models (flags that change the numbers) and layouts (flags that must not)."""
 
+from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS
 from tests.test_utils.layouts import Layout
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -15,6 +16,7 @@ YARN = (
     " --yarn-beta-fast 2 --yarn-beta-slow 0.2 --mscale 0.7"
 )
 MODELS = {
+    **EXPERT_MODELS,
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
     "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
     "sgd": f"{DROPOUT} --optimizer sgd --lr 0.3 --clip-grad 0",
@@ -277,7 +279,7 @@ MORE_MODELS = {
 
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
-    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MORE_MODELS,
+    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MORE_MODELS, **EXPERT_ROWS,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""A mixture of experts: every token goes through ``moe_router_topk`` of many feed-forward networks (Shazeer et al. 2017,
-Lepikhin et al. 2020).
+"""A mixture of experts: every token goes through ``moe_router_topk`` of many feed-forward networks (Shazeer et al.
+2017, Lepikhin et al. 2020).
 
     y = sum over chosen experts e of  w_e * expert_e(x)  [+ shared_expert(x)]
 

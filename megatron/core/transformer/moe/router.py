@@ -96,7 +96,8 @@ class TopKRouter(nn.Module):
         self.bias = parameter((self.num_experts,), init=Zeros(), **shared) if config.add_bias_linear else None
         self._traits = LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self._register_buffers()
-        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logits": 1, **self.losses.statistics}
+        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logits": 1}
+        sizes |= self.losses.statistics
         if self.last_choices is not None:
             sizes["_choices_per_expert"] = self.num_experts
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
