@@ -13,6 +13,7 @@ from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute
+from megatron.core.transformer.side_losses import SideLosses
 
 DOUBLE = torch.float64
 
@@ -47,10 +48,173 @@ def test_routing_of_a_plain_router():
 def test_counts_of_a_step():
     router, x = make_router(moe_expert_capacity_factor=0.5), hidden()
     experts, weights = router(x)
-    sizes = router.statistics.sizes
-    taken = dict(zip(sizes, router.statistics.take(x.device).split([*sizes.values()])))
-    assert taken["tokens_per_expert"].tolist() == experts.flatten().bincount(minlength=9)[:8].tolist()
-    assert taken["tokens_per_expert"].max() <= 3 and taken["dropped"].item() == 36 - taken["tokens_per_expert"].sum()
-    assert taken["nonfinite_router_logits"].item() == 0 and torch.equal(weights == 0, experts == 8)
+    sums = taken(router)
+    assert sums["tokens_per_expert"].tolist() == experts.flatten().bincount(minlength=9)[:8].tolist()
+    assert sums["tokens_per_expert"].max() <= 3 and sums["dropped"].item() == 36 - sums["tokens_per_expert"].sum()
+    assert sums["nonfinite_router_logits"].item() == 0 and torch.equal(weights == 0, experts == 8)
     router.eval()(x)
     assert not router.statistics.take(x.device).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
+@pytest.mark.parametrize("router_dtype", [None, "fp32", "fp64"])
+def test_precision_of_the_router(dtype, router_dtype):
+    router = make_router(params_dtype=dtype, moe_router_dtype=router_dtype, add_bias_linear=True)
+    with torch.no_grad():
+        router.bias.copy_(torch.linspace(-1, 1, 8))
+    x = hidden(dtype=dtype).requires_grad_()
+    experts, weights = router(x)
+    wide = max(dtype, {None: dtype, "fp32": torch.float32, "fp64": DOUBLE}[router_dtype], key=lambda d: d.itemsize)
+    assert weights.dtype == wide
+    exact, w, bias = x.detach().to(wide).requires_grad_(), *(p.detach().to(wide) for p in (router.weight, router.bias))
+    w.requires_grad_()
+    logits = F.linear(exact, w, bias)
+    chosen = logits.flatten(0, 1).gather(1, experts).to(torch.promote_types(wide, torch.float32)).softmax(1).to(wide)
+    torch.testing.assert_close(weights, chosen, rtol=1e-2 if wide == torch.bfloat16 else 1e-6, atol=1e-6)
+    target = torch.randn(18, 2, dtype=wide)
+    (weights * target).sum().backward()
+    (chosen * target).sum().backward()
+    loose = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    assert router.weight.grad.dtype == x.grad.dtype == dtype and router.bias.grad is not None
+    torch.testing.assert_close(x.grad, exact.grad.to(dtype), **loose)
+    torch.testing.assert_close(router.weight.grad, w.grad.to(dtype), **loose)
+
+
+def test_jitter_is_a_function_of_the_token_and_of_training_alone():
+    router, x = make_router(moe_input_jitter_eps=0.25), hidden()
+    jittered = router._jittered(x, context())
+    factor = jittered / x
+    assert factor.min() > 0.75 and factor.max() < 1.25 and 0.1 < (factor - 1).std() < 0.18
+    assert len(factor.unique()) > 0.9 * factor.numel()
+    parts = [router._jittered(x[:, b : b + 1], context(b=1, first_sample=b)) for b in range(3)]
+    assert torch.equal(torch.cat(parts, 1), jittered)  # any micro-batch size
+    assert not torch.equal(router._jittered(x, context(first_sample=3)), jittered)  # the next step
+    assert not torch.equal(make_router(2, moe_input_jitter_eps=0.25)._jittered(x, context()), jittered)
+    with pytest.raises(ValueError, match="coordinates"):
+        router(x)
+    assert router.eval()._jittered(x, ForwardContext()) is x
+
+
+def test_jitter_scales_gradients():
+    router, x = make_router(moe_input_jitter_eps=0.25), hidden().requires_grad_()
+    factor = (router._jittered(x, context()) / x).detach()
+    experts, weights = router(x, context())
+    weights[:, 0].sum().backward()
+    y = (x.detach() * factor).requires_grad_()
+    make_router().rule.weigh(F.linear(y, router.weight), experts.view(6, 3, 2))[..., 0].sum().backward()
+    torch.testing.assert_close(x.grad, y.grad * factor)
+
+
+def test_forced_balance_is_exact_and_keeps_the_gradient():
+    router, x = make_router(moe_router_force_load_balancing=True, moe_router_topk=4), hidden().requires_grad_()
+    experts, weights = router(x)
+    assert experts.flatten().bincount(minlength=8).tolist() == [9] * 8
+    torch.testing.assert_close(weights, F.linear(x, router.weight).view(18, 8).gather(1, experts).softmax(1))
+    weights[:, 0].sum().backward()
+    assert router.weight.grad.abs().sum() > 0 and torch.equal(router.eval()(x).experts, experts)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_sinkhorn_balances_in_training_alone(k):
+    router, x = make_router(moe_router_load_balancing_type=["sinkhorn"], moe_router_topk=k), hidden(32, 8)
+    logits = F.linear(x, router.weight).view(256, 8)
+    experts, weights = router(x)
+    torch.testing.assert_close(weights, (logits.sigmoid() if k == 1 else logits.softmax(1)).gather(1, experts))
+    even = router.eval()(x)
+    assert torch.equal(even.experts, logits.topk(k).indices)
+    assert _spread(experts) < 0.5 * _spread(even.experts)
+
+
+def _spread(experts):
+    return experts.flatten().bincount(minlength=8).double().std()
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_capacity_drops_and_leaves_the_rest_alone(policy):
+    settings = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
+    full, x = make_router()(hidden()), hidden().requires_grad_()
+    router = make_router(**settings)
+    experts, weights = router(x)
+    dropped = experts == 8
+    assert dropped.any() and torch.equal(experts[~dropped], full.experts[~dropped])
+    torch.testing.assert_close(weights, full.weights.where(~dropped, 0.0))
+    capacity = 4  # ceil(18 * 2 / 8 * 0.75)
+    for e in range(8):
+        places = (full.experts == e).nonzero()
+        if policy == "probs":
+            places = places[full.weights[places[:, 0], places[:, 1]].sort(descending=True).indices]
+        assert not dropped[places[:capacity, 0], places[:capacity, 1]].any()
+        assert dropped[places[capacity:, 0], places[capacity:, 1]].all()
+    weights[dropped].sum().backward()
+    assert not x.grad.any()
+
+
+def test_nonfinite_logits_are_counted():
+    router, x = make_router(), hidden()
+    x[2, 1, 3] = torch.nan
+    x[0, 0] = torch.inf
+    experts, _ = router(x)
+    assert taken(router)["nonfinite_router_logits"].item() == 16 and experts.min() >= 0 and experts.max() < 8
+
+
+def test_expert_bias_moves_towards_equal_load():
+    router = make_router(
+        moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid", moe_router_bias_update_rate=0.01
+    )
+    counts = torch.tensor([3, 1, 2, 2, 2, 2, 2, 2], dtype=DOUBLE)
+    router.end_step({"tokens_per_expert": counts})
+    assert router.expert_bias.tolist() == pytest.approx([-0.01, 0.01, 0, 0, 0, 0, 0, 0])
+    router.end_step({"tokens_per_expert": torch.full((8,), 2.0**52 / 3 // 1, dtype=DOUBLE)})  # equal: no rounding
+    assert router.expert_bias.tolist() == pytest.approx([-0.01, 0.01, 0, 0, 0, 0, 0, 0])
+    x = hidden()
+    for _ in range(300):
+        router(x)
+        router.end_step(taken(router))
+    experts, weights = router(x)
+    assert experts.flatten().bincount(minlength=8).max() <= 6  # of 4.5 in the mean
+    scores = F.linear(x, router.weight).view(18, 8).sigmoid().gather(1, experts)
+    torch.testing.assert_close(weights, scores / scores.sum(1, keepdim=True))  # of scores without the bias
+
+
+def test_expert_bias_stays_fp32():
+    router = make_router(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
+    router.end_step({"tokens_per_expert": torch.arange(8.0, dtype=DOUBLE)})
+    before = router.expert_bias.clone()
+    router.bfloat16()
+    assert router.weight.dtype == torch.bfloat16 and router.expert_bias.dtype == torch.float32
+    assert torch.equal(router.expert_bias, before)
+    assert router.to("meta").expert_bias.is_meta
+    assert "expert_bias" in router.state_dict() and "expert_bias" not in make_router().state_dict()
+
+
+def test_expert_bias_of_softmax_is_refused():
+    with pytest.raises(UserError, match="moe_router_enable_expert_bias"):
+        make_router(moe_router_enable_expert_bias=True)
+
+
+def test_recomputation_routes_as_the_first_pass_did_and_counts_once():
+    settings = {"moe_expert_capacity_factor": 0.75, "moe_aux_loss_coeff": [0.1], "moe_router_num_groups": 4,
+                "moe_router_group_topk": 2, "moe_router_enable_expert_bias": True,
+                "moe_router_score_function": "sigmoid"}  # fmt: skip
+    ctx = ForwardContext(side_losses=SideLosses(torch.ones(3), torch.ones(())))
+    plain, x = make_router(**settings), hidden().requires_grad_()
+    (plain(x, ctx).weights ** 2).sum().backward()
+    router, y = make_router(**settings), hidden().requires_grad_()
+
+    def run(y):
+        if not first.pop():  # more than rounding might do
+            router.expert_bias.add_(torch.linspace(3, -3, 8))
+        return router(y, ctx).weights
+
+    first = [False, True]
+    (recompute(run, y) ** 2).sum().backward()
+    torch.testing.assert_close(y.grad, x.grad)
+    torch.testing.assert_close(router.weight.grad, plain.weight.grad)
+    for (name, sums), others in zip(taken(router).items(), taken(plain).values()):
+        assert torch.equal(sums, others), name
+
+
+def taken(router):
+    """Statistics since the last call, by name."""
+    sizes = router.statistics.sizes
+    return dict(zip(sizes, router.statistics.take(router.weight.device).split([*sizes.values()])))
