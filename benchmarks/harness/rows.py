@@ -18,6 +18,23 @@ LLAMA_8B = (
 GPT_345M = (
     "--hidden-size 1024 --num-attention-heads 16 --attention-dropout 0 --hidden-dropout 0 --bf16 --vocab-size 50304"
 )
+_EXPERTS = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --rotary-base 1000000 "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --moe-grouped-gemm "
+    "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
+)
+MIXTRAL_8X7B = (
+    f"{_EXPERTS} --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention "
+    "--num-query-groups 8 --num-experts 8 --moe-router-topk 2 --bf16 --vocab-size 32000"
+)
+QWEN3_30B_A3B = (
+    f"{_EXPERTS} --hidden-size 2048 --ffn-hidden-size 6144 --num-attention-heads 32 --kv-channels 128 "
+    "--group-query-attention --num-query-groups 4 --qk-layernorm --num-experts 128 --moe-router-topk 8 "
+    "--moe-ffn-hidden-size 768 --bf16 --vocab-size 151936"
+)
+TINY_EXPERTS = (
+    f"{_EXPERTS} --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --num-experts 4 --vocab-size 500"
+)
 TINY_LLAMA = (
     "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
@@ -96,6 +113,15 @@ ROWS: dict[str, Row] = {
     ),
     "dp2-tp2": Row(
         4, 32, 8192, 32, f"--tensor-model-parallel-size 2 --sequence-parallel {ZERO}", iters=8, seconds=130
+    ),
+    "mixtral": Row(1, 3, 8192, 8, shape=MIXTRAL_8X7B, tiny=TINY_EXPERTS, seconds=75),
+    "qwen3-moe": Row(1, 6, 4096, 16, micro_batch=2, shape=QWEN3_30B_A3B, tiny=TINY_EXPERTS, seconds=75),
+    "mixtral-ep2": Row(
+        2, 3, 8192, 16, f"{ZERO} --expert-model-parallel-size 2", shape=MIXTRAL_8X7B, tiny=TINY_EXPERTS, seconds=90
+    ),
+    "qwen3-moe-ep2": Row(
+        2, 6, 4096, 32, f"{ZERO} --expert-model-parallel-size 2", micro_batch=2, shape=QWEN3_30B_A3B,
+        tiny=TINY_EXPERTS, seconds=90,
     ),
     "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
 }  # fmt: skip
