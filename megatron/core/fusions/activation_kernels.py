@@ -4,6 +4,8 @@
                   dgate = dy (up + o) a'(gate),  dup = dy a(gate),  zero where the clamp acted
     squared_relu  y = max(x, 0)^2,  dx = 2 dy max(x, 0)
 
+A gated one may multiply each token by a weight, y = p y0, dp = sum_f dy y0, in the same passes (experts).
+
 with a silu, x sigmoid(x), or quick_gelu, x sigmoid(1.702 x). Only the input is kept for backward. fp32 inside, one
 rounding of the result. GELU is not here: torch's own kernels are one pass in either direction, and its bias is part of
 the GEMM before it.
@@ -41,7 +43,8 @@ if triton is not None:
 
     @triton.jit
     def _gated_forward(
-        packed, out, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, BLOCK: tl.constexpr,
+        packed, weights, out, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, WEIGHTED: tl.constexpr,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
         """BLOCK columns of one row."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
@@ -53,13 +56,16 @@ if triton is not None:
             gate = tl.minimum(gate, clamp)
             up = tl.minimum(tl.maximum(up, -clamp), clamp)
         result = gate * tl.sigmoid(slope * gate) * (up + offset)
+        if WEIGHTED:
+            result *= tl.load(weights + row).to(tl.float32)
         tl.store(out + row * width + column, result.to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
     def _gated_backward(
-        grad, packed, grad_packed, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr, BLOCK: tl.constexpr,
+        grad, packed, weights, grad_weights, grad_packed, width, tiles, slope, clamp, offset, CLAMPS: tl.constexpr,
+        WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """BLOCK columns of one row, of both halves."""
+        """BLOCK columns of one row, of both halves; their share of the weight's gradient."""
         row = (tl.program_id(0) // tiles).to(tl.int64)
         column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
         inside = column < width
@@ -73,6 +79,10 @@ if triton is not None:
             gate = tl.minimum(gate, clamp)
             up = tl.minimum(tl.maximum(up, -clamp), clamp)
         sigmoid = tl.sigmoid(slope * gate)
+        if WEIGHTED:
+            product = tl.where(inside, upstream * gate * sigmoid * (up + offset), 0.0)
+            tl.store(grad_weights + tl.program_id(0), tl.sum(product, axis=0))
+            upstream *= tl.load(weights + row).to(tl.float32)
         grad_up = upstream * gate * sigmoid
         grad_gate = upstream * (up + offset) * sigmoid * (1.0 + slope * gate * (1.0 - sigmoid))
         if CLAMPS:
@@ -95,31 +105,36 @@ if triton is not None:
         tl.store(grad_x + at, (2.0 * upstream * value).to(grad_x.dtype.element_ty), mask=at < size)
 
 
-def _gated_launch(kernel: Any, tensors: tuple[Tensor, ...], packed: Tensor, traits: GateTraits) -> None:
-    width = packed.shape[-1] // 2
+def _gated_launch(kernel: Any, tensors: tuple[Tensor | None, ...], packed: Tensor, traits: GateTraits) -> None:
+    width, weighted = packed.shape[-1] // 2, tensors[-2] is not None
     tiles = triton.cdiv(width, _BLOCK)
-    kernel[(packed.numel() // (2 * width) * tiles,)](
-        *tensors, width, tiles, traits.slope, traits.clamp or 0.0, traits.offset, CLAMPS=traits.clamp is not None,
-        BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-    )  # fmt: skip
+    if packed.numel():
+        kernel[(packed.numel() // (2 * width) * tiles,)](
+            *(packed if each is None else each for each in tensors), width, tiles, traits.slope, traits.clamp or 0.0,
+            traits.offset, CLAMPS=traits.clamp is not None, WEIGHTED=weighted, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, traits: GateTraits) -> Tensor:
-        packed = x.contiguous()
-        ctx.save_for_backward(packed)
+    def forward(ctx: Any, x: Tensor, traits: GateTraits, weights: Tensor | None) -> Tensor:
+        packed, weights = x.contiguous(), None if weights is None else weights.contiguous()
+        ctx.save_for_backward(packed, weights)
         ctx.traits = traits
         out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=x.dtype, device=x.device)
-        _gated_launch(_gated_forward, (packed, out), packed, traits)
+        _gated_launch(_gated_forward, (packed, weights, out), packed, traits)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (packed,) = ctx.saved_tensors
-        grad_packed = torch.empty_like(packed)
-        _gated_launch(_gated_backward, (grad.contiguous(), packed, grad_packed), packed, ctx.traits)
-        return grad_packed, None
+        packed, weights = ctx.saved_tensors
+        grad_packed, shares = torch.empty_like(packed), None
+        if weights is not None:  # a program sums its columns, torch the few programs of a row
+            tiles = triton.cdiv(grad.shape[-1], _BLOCK)
+            shares = torch.empty((*weights.shape, tiles), dtype=torch.float32, device=grad.device)
+        tensors = (grad.contiguous(), packed, weights, shares, grad_packed)
+        _gated_launch(_gated_backward, tensors, packed, ctx.traits)
+        return grad_packed, None, None if shares is None else shares.sum(-1).to(weights.dtype)
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -143,7 +158,12 @@ class _SquaredReLU(torch.autograd.Function):
 
 def gated_triton(x: Tensor, traits: GateTraits) -> Tensor:
     """[..., 2 f] -> [..., f]: two reads and one write; backward three reads and two writes."""
-    return _Gated.apply(x, traits)
+    return _Gated.apply(x, traits, None)
+
+
+def weighted_gated_triton(x: Tensor, weights: Tensor, traits: GateTraits) -> Tensor:
+    """The same, times ``weights`` [...]."""
+    return _Gated.apply(x, traits, weights)
 
 
 def squared_relu_triton(x: Tensor) -> Tensor:

@@ -19,7 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
+from megatron.core.fusions.activation_kernels import (
+    GateTraits,
+    gated_triton,
+    squared_relu_triton,
+    weighted_gated_triton,
+)
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 
 _QUICK_GELU_SLOPE = 1.702
@@ -55,9 +60,27 @@ def activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
         return plain
     if config.squared_relu:
         return ByDevice(squared_relu_triton, plain)
+    return ByDevice(partial(gated_triton, traits=_gate_traits(config)), plain)
+
+
+def weighted_activation_of(config: ActivationChoice) -> Callable[[Tensor, Tensor], Tensor]:
+    """The same, multiplied by a weight per token: [..., f or 2 f], [...] -> [..., f], in the dtype of the former.
+
+    Kernels compute gated ones in one pass.
+    """
+    plain = partial(_weighted, activation=activation_of(config))
+    if not is_gated(config) or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
+        return plain
+    return ByDevice(partial(weighted_gated_triton, traits=_gate_traits(config)), plain)
+
+
+def _weighted(x: Tensor, weights: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    return (activation(x) * weights.unsqueeze(-1)).to(x.dtype)
+
+
+def _gate_traits(config: ActivationChoice) -> GateTraits:
     slope = 1.0 if config.swiglu else _QUICK_GELU_SLOPE
-    traits = GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
-    return ByDevice(partial(gated_triton, traits=traits), plain)
+    return GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
 
 
 def _plain_activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:

@@ -7,7 +7,7 @@ their results are undefined, and they are in no gradient of a parameter. Groups 
 gradients go, and when, is as in ``linear.py``.
 
 Two implementations of the products: a loop over slices, for any dtype and device, which reads ``ends`` on the host; and
-torch's grouped GEMM, for bf16 on GPUs, which does not.
+torch's grouped GEMM, for bf16 on GPUs, which does not (weight gradients that accumulate: a kernel of our own).
 
 Legend: g groups (experts of this rank), r rows, o output features, i input features.
 """
@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.fusions.embedding_gradient import choose_add_rows
+from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gradient
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Shard, Zeros, parameter
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -88,11 +89,13 @@ def multiply_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | None = None) -> Tensor:
-    """One launch, and one pass that adds."""
+    """One launch."""
     if not _is_served(x, grad.shape[1], x.shape[1]):
         return weight_gradient_loop(grad, x, ends, total)
-    product = torch._grouped_mm(grad.t(), x, offs=ends)
-    return product if total is None else total.add_(product)
+    if total is None:
+        return torch._grouped_mm(grad.t(), x, offs=ends)
+    add_grouped_weight_gradient(grad, x, ends, total)
+    return total
 
 
 def _is_served(x: Tensor, *widths: int) -> bool:

@@ -14,13 +14,12 @@ Legend: r rows, h hidden, f feed-forward width of this rank, e experts of this r
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import activation_of, is_gated
+from megatron.core.fusions.activations import is_gated, weighted_activation_of
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -43,18 +42,14 @@ class SequentialExperts(nn.Module):
         self.linear_fc2 = GroupedLinear(
             width, hidden, init_method=output_weight_init(config), splits_input=True, **shared
         )  # fmt: skip
-        self.activation = activation_of(config)
+        self.activation = weighted_activation_of(config)
         self._keeping = activation_output(config, "moe")
 
     def forward(self, rows: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
         intermediate = self.linear_fc1(rows, ends)
-        activate = partial(self._activate, weights=weights)
-        activated = activate(intermediate)
-        with self._keeping(activated, activate, intermediate):
+        activated = self.activation(intermediate, weights)
+        with self._keeping(activated, lambda x: self.activation(x, weights), intermediate):
             return self.linear_fc2(activated, ends, weights)
-
-    def _activate(self, intermediate: Tensor, *, weights: Tensor) -> Tensor:
-        return (self.activation(intermediate) * weights.unsqueeze(-1)).to(intermediate.dtype)
 
 
 class GroupedExperts(SequentialExperts):

@@ -6,8 +6,20 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
-from megatron.core.fusions.activations import activation_of, gated, quick_gelu, squared_relu, swiglu
+from megatron.core.fusions.activation_kernels import (
+    GateTraits,
+    gated_triton,
+    squared_relu_triton,
+    weighted_gated_triton,
+)
+from megatron.core.fusions.activations import (
+    activation_of,
+    gated,
+    quick_gelu,
+    squared_relu,
+    swiglu,
+    weighted_activation_of,
+)
 from tests.test_utils.kernels import assert_equal_to_formula, filled
 from tests.unit_tests.core.fusions.test_fusions import choice
 
@@ -30,6 +42,29 @@ def check(kind, shape, dtype):
         [packed],
         [filled(*shape, dtype=dtype, seed=1)],
     )
+
+
+def check_weighted(kind, shape, dtype):
+    traits, activation = KINDS[kind]
+    assert_equal_to_formula(
+        lambda x, weights: weighted_gated_triton(x, weights, traits),
+        lambda x, weights: weights.unsqueeze(-1)
+        * gated(x, activation=activation, clamp=traits.clamp, offset=traits.offset),
+        [filled(*shape[:-1], 2 * shape[-1], dtype=dtype), filled(*shape[:-1], dtype=dtype, seed=2)],
+        [filled(*shape, dtype=dtype, seed=1)],
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, shape, dtype",
+    [
+        ("swiglu", (2, 2050), torch.bfloat16), ("quick_geglu, clamped", (5, 7), torch.float32),
+        pytest.param("swiglu", (65536, 768), torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("quick_geglu, clamped", (4097, 2880), torch.float32, marks=pytest.mark.gpu),
+    ],
+)  # fmt: skip
+def test_weighted_gated_kernels_equal_the_formula(kind, shape, dtype):
+    check_weighted(kind, shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +109,6 @@ def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
     assert activation_of(choice(squared_relu=True, **bf16)).kernel is squared_relu_triton
     assert activation_of(choice(squared_relu=True, bias_gelu_fusion=False, **bf16)) is squared_relu
     assert activation_of(choice(swiglu=True)) is swiglu  # float64
+    assert weighted_activation_of(choice(swiglu=True, **bf16)).kernel.func is weighted_gated_triton
+    weighted = weighted_activation_of(choice(squared_relu=True, bias_gelu_fusion=False, **bf16))
+    assert weighted(torch.tensor([[3.0]]), torch.tensor([2.0])).item() == 18

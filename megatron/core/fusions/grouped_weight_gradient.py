@@ -1,0 +1,81 @@
+"""The weight gradients of experts, added to where gradients accumulate by the GEMM itself.
+
+    total[g] += dY[rows of g]^T X[rows of g]        in fp32, rounded once to the dtype of ``total``
+
+Torch's grouped GEMM rounds each product to 16 bits, needs memory for all of them and a pass that adds. Experts of few
+rows are bound by the traffic of ``total``, which this kernel reads and writes once, and not at all for a group without
+rows.
+
+Legend: g groups, r rows, o output features, i input features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # CPU builds of torch come without it
+    triton = None
+
+_OUT, _IN, _ROWS, _NUM_WARPS, _NUM_STAGES = 128, 128, 64, 4, 3
+"""A program's tile and the rows of a step. 96 KiB of operands under way: two programs share an SM, one of which
+multiplies while the other adds."""
+
+
+def grouped_weight_gradient_reference(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
+    """Plain torch, one group after the other; the host reads ``ends``."""
+    start = 0
+    for end, total_oi in zip(ends.tolist(), total):
+        total_oi += (grad[start:end].to(total.dtype).t() @ x[start:end].to(total.dtype))
+        start = end
+
+
+if triton is not None:
+
+    @triton.jit
+    def _grouped_weight_gradient(
+        grad, x, ends, total, width_o, width_i, tiles_o, tiles_i, OUT: tl.constexpr, IN: tl.constexpr,
+        ROWS: tl.constexpr,
+    ):  # fmt: skip
+        """OUT x IN elements of the gradient of one group."""
+        # all tiles of a group run at about the same time: its rows stay in the L2 cache
+        group, tile = tl.program_id(0) // (tiles_o * tiles_i), tl.program_id(0) % (tiles_o * tiles_i)
+        end = tl.load(ends + group)
+        start = tl.load(ends + group - 1, mask=group > 0, other=0)
+        out = (tile % tiles_o) * OUT + tl.arange(0, OUT)
+        feature = (tile // tiles_o) * IN + tl.arange(0, IN)
+        product = tl.zeros((OUT, IN), dtype=tl.float32)
+        for first in range(start, end, ROWS):
+            row = first + tl.arange(0, ROWS)
+            inside = (row < end)[:, None]  # rows after the end may be NaN: none of either factor
+            row = row.to(tl.int64)[:, None]
+            grad_ro = tl.load(grad + row * width_o + out[None, :], mask=inside & (out < width_o)[None, :], other=0.0)
+            x_ri = tl.load(x + row * width_i + feature[None, :], mask=inside & (feature < width_i)[None, :], other=0.0)
+            product = tl.dot(tl.trans(grad_ro), x_ri, product, input_precision="ieee")
+        if end > start:
+            at = total + group.to(tl.int64) * width_o * width_i + out[:, None] * width_i + feature[None, :]
+            within = (out < width_o)[:, None] & (feature < width_i)[None, :]
+            product += tl.load(at, mask=within, other=0.0).to(tl.float32)
+            tl.store(at, product.to(total.dtype.element_ty), mask=within)
+
+
+def grouped_weight_gradient_triton(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
+    """One launch; the host waits for nothing."""
+    assert total.is_contiguous(), "the sum's elements lie one after the other"
+    width_o, width_i = grad.shape[1], x.shape[1]
+    tiles_o, tiles_i = triton.cdiv(width_o, _OUT), triton.cdiv(width_i, _IN)
+    if len(x):
+        _grouped_weight_gradient[(len(ends) * tiles_o * tiles_i,)](
+            grad.contiguous(), x.contiguous(), ends, total, width_o, width_i, tiles_o, tiles_i, OUT=_OUT, IN=_IN,
+            ROWS=_ROWS, num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
+        )  # fmt: skip
+
+
+def add_grouped_weight_gradient(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
+    """``grad`` [r, o], ``x`` [r, i], ``ends`` int32 [g], added to ``total`` [g, o, i] of any float dtype."""
+    fits = triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    add = grouped_weight_gradient_triton if fits and total.is_contiguous() else grouped_weight_gradient_reference
+    add(grad, x, ends, total)

@@ -1,0 +1,130 @@
+"""Moving rows: permutations say where everything lies, kernels equal plain torch, each direction is the other's
+backward.
+
+Legend: t tokens, j choices, r rows, h width.
+"""
+
+import pytest
+import torch
+
+from megatron.core.fusions.permute import (
+    PLAIN,
+    RowMoves,
+    choose_row_moves,
+    combine_plain,
+    combine_rows,
+    combine_triton,
+    gather_choices,
+    gather_plain,
+    gather_rows,
+    gather_triton,
+    pad_to,
+    sort_choices,
+)
+from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
+
+KEYS = 5
+DOUBLE = torch.float64
+TRITON = RowMoves(gather_triton, combine_triton)
+
+
+def keys_of(tokens, choices, seed=0, dropped=0.2, num_keys=KEYS):
+    """[t, j] different keys per token; some are of none."""
+    generator = torch.Generator().manual_seed(seed)
+    key = torch.rand(tokens, num_keys, generator=generator).argsort(-1)[:, :choices]
+    return key.masked_fill(torch.rand(tokens, choices, generator=generator) < dropped, num_keys)
+
+
+def test_rows_are_sorted_by_key_then_token_and_those_of_none_come_last():
+    key = torch.tensor([[2, 0], [5, 2], [0, 1], [2, 5]])
+    permutation = sort_choices(key, KEYS)
+    assert permutation.token_r.tolist() == [0, 2, 2, 0, 1, 3, -1, -1]
+    assert permutation.choice_r.tolist() == [1, 4, 5, 0, 3, 6, -1, -1]
+    assert permutation.place_tj.tolist() == [[3, 0], [-1, 4], [1, 2], [5, -1]]
+    assert permutation.ends.tolist() == [2, 3, 6, 6, 6] and permutation.ends.dtype == torch.int32
+
+
+@pytest.mark.parametrize("capacity, tokens, places", [
+    (2, [0, 2, 2, -1, 0, 1, -1, -1, -1, -1], [[4, 0], [-1, 5], [1, 2], [-1, -1]]),
+    (3, [0, 2, -1, 2, -1, -1, 0, 1, 3, *[-1] * 6], [[6, 0], [-1, 7], [1, 3], [8, -1]]),
+])  # fmt: skip
+def test_padding_gives_every_key_as_many_rows(capacity, tokens, places):
+    key = torch.tensor([[2, 0], [5, 2], [0, 1], [2, 5]])
+    permutation = pad_to(sort_choices(key, KEYS), key, capacity)
+    assert permutation.token_r.tolist() == tokens
+    assert permutation.place_tj.tolist() == places
+    assert permutation.ends.tolist() == [capacity * each for each in range(1, KEYS + 1)]
+
+
+@pytest.mark.parametrize("capacity", [None, 3, 9])
+def test_gather_and_combine_are_exact_and_have_exact_gradients(capacity):
+    key = keys_of(9, 2)
+    permutation = sort_choices(key, KEYS)
+    if capacity is not None:
+        permutation = pad_to(permutation, key, capacity)
+    rows = len(permutation.choice_r)
+    x, y = filled(9, 3, dtype=DOUBLE).requires_grad_(), filled(rows, 3, dtype=DOUBLE, seed=1).requires_grad_()
+    numbers = filled(9, 2, dtype=DOUBLE, seed=2).requires_grad_()
+    expected = [x[token] if token >= 0 else torch.zeros(3) for token in permutation.token_r.tolist()]
+    assert torch.equal(gather_rows(x, permutation), torch.stack(expected).to(DOUBLE))
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, permutation), x)
+    assert torch.autograd.gradcheck(lambda y: combine_rows(y, permutation), y)
+    assert torch.autograd.gradcheck(lambda each: gather_choices(each, permutation), numbers)
+    place = permutation.place_tj
+    found = gather_choices(numbers, permutation)
+    assert torch.equal(found[place[place >= 0]], numbers[place >= 0])
+
+
+def test_a_number_of_a_choice_goes_to_all_its_copies():
+    key = torch.tensor([[0, 3, 1, 4], [2, 4, 0, 3]])  # two choices of two copies each
+    permutation, numbers = sort_choices(key, KEYS), torch.tensor([[10.0, 20.0], [30.0, 40.0]])
+    assert gather_choices(numbers, permutation).tolist() == [10, 40, 20, 30, 10, 40, 20, 30]
+
+
+def test_nothing_reads_rows_of_none():
+    key = torch.tensor([[0, KEYS], [KEYS, 1]])
+    permutation = sort_choices(key, KEYS)
+    rows = torch.full((4, 3), float("nan"))
+    rows[:2] = 1.0
+    assert torch.equal(combine_rows(rows, permutation), torch.ones(2, 3))
+    numbers = torch.ones(2, 2, requires_grad=True)
+    gather_choices(numbers, permutation).backward(torch.tensor([1.0, 2.0, float("nan"), float("nan")]))
+    assert numbers.grad.tolist() == [[1, 0], [0, 2]]
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_no_rows_at_all(tokens):
+    permutation = sort_choices(torch.full((tokens, 2), KEYS), KEYS)
+    x = torch.ones(tokens, 4, requires_grad=True)
+    combine_rows(gather_rows(x, permutation), permutation).sum().backward()
+    assert x.grad.abs().sum() == 0
+
+
+SIZES = [(9, 2, 33, torch.float32), (6, 3, 1030, torch.bfloat16), (1, 1, 1, torch.float32)]
+BIG = [(8192, 8, 2048, torch.bfloat16), (8192, 2, 4096, torch.bfloat16), (70001, 4, 96, torch.float32)]
+
+
+@pytest.mark.parametrize(
+    "tokens, choices, width, dtype", [*SIZES, *(pytest.param(*size, marks=pytest.mark.gpu) for size in BIG)]
+)  # fmt: skip
+def test_kernels_equal_the_formula(tokens, choices, width, dtype):
+    pytest.importorskip("triton")
+    key = keys_of(tokens, choices, num_keys=max(KEYS, 2 * choices)).to(DEVICE)
+    permutation = sort_choices(key, max(KEYS, 2 * choices))
+    rows = len(permutation.choice_r)
+    x, y = filled(tokens, width, dtype=dtype), filled(rows, width, dtype=dtype, seed=1)
+    assert_equal_to_formula(
+        lambda x: gather_rows(x, permutation, TRITON), lambda x: gather_rows(x, permutation), [x], [y]
+    )  # fmt: skip
+    assert_equal_to_formula(
+        lambda y: combine_rows(y, permutation, TRITON), lambda y: combine_rows(y, permutation), [y], [x]
+    )  # fmt: skip
+
+
+def test_flags_choose_between_kernels_and_plain_torch(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    kernels = choose_row_moves(torch.bfloat16)
+    assert (kernels.gather.kernel, kernels.combine.kernel) == (gather_triton, combine_triton)
+    assert (kernels.gather.plain, kernels.combine.plain) == (gather_plain, combine_plain)
+    assert choose_row_moves(torch.float64) is PLAIN and choose_row_moves(torch.bfloat16, wanted=False) is PLAIN
