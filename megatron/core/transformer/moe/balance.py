@@ -120,7 +120,7 @@ def side_loss(
     is (share of the loss without coefficient, times all tokens it stands for; this rank's tokens).
     """
     tokens_b = tokens_b.to(maths_dtype(logits))
-    num_local = tokens_b.new_tensor(logits.shape[0] * logits.shape[1])
+    num_local = tokens_b.new_full((), logits.shape[0] * logits.shape[1])  # new_tensor would wait for the device
     loss, statistics = tokens_b.new_zeros(()), {}
     if fractions:
         sums_be = balanced_scores(logits, rule.score_function).sum(0)
