@@ -20,9 +20,9 @@ try:
 except ImportError:  # CPU builds of torch come without it
     triton = None
 
-_OUT, _IN, _ROWS, _NUM_WARPS, _NUM_STAGES = 128, 128, 64, 4, 3
-"""A program's tile and the rows of a step. 96 KiB of operands under way: two programs share an SM, one of which
-multiplies while the other adds."""
+_OUT, _IN, _ROWS, _NUM_WARPS, _NUM_STAGES = 128, 256, 64, 8, 4
+"""A program's tile and the rows of a step: on an H200 the best of five in both 128 experts of 512 rows and 8 of 2048
+(1.7 and 8.0 ms for fc1, where torch's grouped GEMM and a pass that adds take 2.3 and 9.8)."""
 
 
 def grouped_weight_gradient_reference(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor) -> None:
