@@ -216,7 +216,7 @@ def test_group_of_rows():
 
 def test_recomputed_activations_give_the_same_gradients():
     results = []
-    for overrides in ({}, {"recompute_granularity": "selective", "recompute_modules": ["mlp_act"]}):
+    for overrides in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}):
         experts, (rows, ends, weights) = build(**overrides), inputs()
         experts(rows, ends, weights).backward(upstream())
         results.append([rows.grad, weights.grad, *(p.grad for p in experts.parameters())])
