@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megatron.core.extensions import quack
 from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gradient
@@ -94,7 +95,10 @@ def weight_gradient_grouped(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor
         return weight_gradient_loop(grad, x, ends, total)
     if total is None:
         return torch._grouped_mm(grad.t(), x, offs=ends)
-    add_grouped_weight_gradient(grad, x, ends, total)
+    if total.dtype == torch.float32 and quack.quack_serves(x, grad.shape[1], x.shape[1]):
+        quack.add_grouped_weight_gradient(grad, x, ends, total)
+    else:
+        add_grouped_weight_gradient(grad, x, ends, total)
     return total
 
 

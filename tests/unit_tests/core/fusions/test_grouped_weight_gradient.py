@@ -15,6 +15,7 @@ from tests.test_utils.kernels import DEVICE, filled
 CASES = [  # Triton's interpreter multiplies no bf16
     ((5, 5, 70, 71), 80, 48, 136, torch.float32, torch.float16),
     ((0, 3), 3, 130, 16, torch.bfloat16, torch.float32),
+    ((4, 9), 9, 1300, 300, torch.float32, torch.float32),
 ]
 BIG = [
     (tuple(512 * each - each % 7 for each in range(1, 129)), 65536, 1536, 2048, torch.float32, torch.bfloat16),
@@ -37,7 +38,8 @@ def test_the_kernel_equals_the_formula(ends, rows, out, width, total_dtype, dtyp
     grouped_weight_gradient_triton(grad, x, ends_g, again)
     grouped_weight_gradient_reference(grad, x, ends_g, exact)
     assert torch.equal(found, again), "differs from run to run"
-    tolerance = 1e-5 if total_dtype == torch.float32 else 1e-2
+    # tensor cores cut off what is below their fp32 sums instead of rounding it, thousands of times
+    tolerance = (1e-5 if rows < 1000 else 1e-4) if total_dtype == torch.float32 else 1e-2
     assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
     for group, (start, end) in enumerate(zip((0, *ends), ends)):
         if start == end:
