@@ -23,11 +23,11 @@ from megatron.core.config.cli import (
     report_and_exit,
     segments,
 )
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.datasets.preprocessing.pipeline import preprocess
 from megatron.core.datasets.preprocessing.search import find_optimal_workers
 from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.tokenizers import build_tokenizer
-from megatron.training.config.tokenizer import TokenizerConfig
 
 logger = logging.getLogger("preprocess_data")
 REQUIRED = ("input", "output_prefix", "tokenizer_type")

@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core.config.cli import ConfigError  # noqa: E402
 from megatron.core.config.optimizer import MixedPrecisionConfig  # noqa: E402
+from megatron.core.config.tokenizer import TokenizerConfig  # noqa: E402
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size  # noqa: E402
 from megatron.training.arguments import parse_args, smallest_world_size, validate_args  # noqa: E402
 from megatron.training.config.checkpointing import CheckpointConfig  # noqa: E402
@@ -38,7 +39,6 @@ from megatron.training.config.data import DataConfig  # noqa: E402
 from megatron.training.config.learning_rate import LearningRateConfig  # noqa: E402
 from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
-from megatron.training.config.tokenizer import TokenizerConfig  # noqa: E402
 from megatron.training.config.training import ProfilingConfig  # noqa: E402
 from megatron.training.config.validation import ValidationConfig  # noqa: E402
 from megatron.training.report.pipeline import stages_of  # noqa: E402

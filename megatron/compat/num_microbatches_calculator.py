@@ -7,8 +7,8 @@ The training program itself asks the pure functions; for entry scripts a hook mo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.core.schedules import batch_size as batch_schedule
 from megatron.core.schedules.batch_size import BatchConfig
@@ -16,13 +16,13 @@ from megatron.core.schedules.batch_size import BatchConfig
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchSettings:
     """The settings of a batch schedule without the rest of a run's."""
 
     micro_batch_size: int
-    global_batch_size: int | None
-    rampup_batch_size: Sequence[int] | None = None
+    global_batch_size: int
+    rampup_batch_size: list[int] | None = None
     decrease_batch_size_if_needed: bool = False
     step_batch_size_schedule: str | None = None
     seq_length: int = 1
@@ -43,7 +43,7 @@ class _Current:
 
 def init_num_microbatches_calculator(
     rank: int,
-    rampup_batch_size: Sequence[int] | None,
+    rampup_batch_size: list[int] | None,
     global_batch_size: int,
     micro_batch_size: int,
     data_parallel_size: int,
@@ -65,19 +65,10 @@ def init_num_microbatches_calculator(
         logger.info("number of micro-batches: %d", get_num_microbatches())
 
 
-def reconfigure_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: Sequence[int] | None,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_parallel_size: int,
-    decrease_batch_size_if_needed: bool = False,
-) -> None:
-    """Replace the schedule by another one, at its first sample."""
+def reconfigure_num_microbatches_calculator(*arguments: Any, **named: Any) -> None:
+    """Replace the schedule by another one, at its first sample: arguments as of ``init_…``."""
     destroy_num_microbatches_calculator()
-    init_num_microbatches_calculator(
-        rank, rampup_batch_size, global_batch_size, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed
-    )
+    init_num_microbatches_calculator(*arguments, **named)
 
 
 def follow_batch_schedule(settings: BatchConfig, data_parallel_size: int, consumed_samples: int = 0) -> None:

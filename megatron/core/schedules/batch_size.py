@@ -23,23 +23,12 @@ _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 class BatchConfig(Protocol):
     """The fields that the batch schedule reads; ``PretrainConfig`` has them all."""
 
-    @property
-    def micro_batch_size(self) -> int: ...
-
-    @property
-    def global_batch_size(self) -> int | None: ...
-
-    @property
-    def rampup_batch_size(self) -> Sequence[int] | None: ...
-
-    @property
-    def step_batch_size_schedule(self) -> str | None: ...
-
-    @property
-    def decrease_batch_size_if_needed(self) -> bool: ...
-
-    @property
-    def seq_length(self) -> int: ...
+    micro_batch_size: int
+    global_batch_size: int
+    rampup_batch_size: list[int] | None
+    step_batch_size_schedule: str | None
+    decrease_batch_size_if_needed: bool
+    seq_length: int
 
 
 class ScheduleError(UserError):

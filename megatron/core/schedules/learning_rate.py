@@ -27,76 +27,40 @@ initial rate, the closed forms are::
 import logging
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from megatron.core.config.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
-WSD_DECAY_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
-WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+DecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WsdDecayStyle = Literal["exponential", "linear", "cosine", "minus_sqrt"]
+WeightDecayStyle = Literal["constant", "linear", "cosine"]
+LR_DECAY_STYLES, WSD_DECAY_STYLES, WEIGHT_DECAY_STYLES = map(get_args, (DecayStyle, WsdDecayStyle, WeightDecayStyle))
 
 
 class ScheduleConfig(Protocol):
     """The fields that a schedule reads; ``PretrainConfig`` has them all."""
 
-    @property
-    def lr(self) -> float | None: ...
-
-    @property
-    def min_lr(self) -> float: ...
-
-    @property
-    def lr_decay_style(self) -> str: ...
-
-    @property
-    def lr_decay_iters(self) -> int | None: ...
-
-    @property
-    def lr_decay_samples(self) -> int | None: ...
-
-    @property
-    def lr_warmup_iters(self) -> int: ...
-
-    @property
-    def lr_warmup_samples(self) -> int: ...
-
-    @property
-    def lr_warmup_fraction(self) -> float | None: ...
-
-    @property
-    def lr_warmup_init(self) -> float: ...
-
-    @property
-    def lr_wsd_decay_style(self) -> str: ...
-
-    @property
-    def lr_wsd_decay_iters(self) -> int | None: ...
-
-    @property
-    def lr_wsd_decay_samples(self) -> int | None: ...
-
-    @property
-    def train_iters(self) -> int | None: ...
-
-    @property
-    def train_samples(self) -> int | None: ...
-
-    @property
-    def global_batch_size(self) -> int | None: ...
-
-    @property
-    def weight_decay(self) -> float: ...
-
-    @property
-    def start_weight_decay(self) -> float | None: ...
-
-    @property
-    def end_weight_decay(self) -> float | None: ...
-
-    @property
-    def weight_decay_incr_style(self) -> str: ...
+    lr: float
+    min_lr: float
+    lr_decay_style: DecayStyle
+    lr_decay_iters: int | None
+    lr_decay_samples: int | None
+    lr_warmup_iters: int
+    lr_warmup_samples: int
+    lr_warmup_fraction: float | None
+    lr_warmup_init: float
+    lr_wsd_decay_style: WsdDecayStyle
+    lr_wsd_decay_iters: int | None
+    lr_wsd_decay_samples: int | None
+    train_iters: int
+    train_samples: int | None
+    global_batch_size: int
+    weight_decay: float
+    start_weight_decay: float | None
+    end_weight_decay: float | None
+    weight_decay_incr_style: WeightDecayStyle
 
 
 @dataclass(frozen=True)
@@ -321,9 +285,7 @@ class OptimizerParamScheduler:
         self.set_samples(num_steps)
 
 
-def get_optimizer_param_scheduler(
-    config: Any, optimizer: Any,
-) -> OptimizerParamScheduler:  # fmt: skip
+def get_optimizer_param_scheduler(config: Any, optimizer: Any) -> OptimizerParamScheduler:
     """The scheduler that ``config``'s flags ask for."""
     return OptimizerParamScheduler(
         optimizer, schedule_plan(config),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
+from megatron.core.config.tokenizer import TokenizerConfig, TokenizerType
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
@@ -17,45 +18,10 @@ from megatron.core.tokenizers.tik_token import TikTokenizer
 logger = logging.getLogger(__name__)
 
 NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
-TOKENIZER_TYPES = (
-    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
-    "ByteLevelTokenizer",
-)  # fmt: skip
+TOKENIZER_TYPES = get_args(TokenizerType)
 
 
-class TokenizerFlags(Protocol):
-    """The configuration fields that choose a tokenizer (--tokenizer-type and its group)."""
-
-    @property
-    def tokenizer_type(self) -> str | None: ...
-    @property
-    def tokenizer_model(self) -> str | None: ...
-    @property
-    def vocab_file(self) -> str | None: ...
-    @property
-    def merge_file(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int | None: ...
-    @property
-    def vocab_extra_ids(self) -> int: ...
-    @property
-    def tokenizer_special_tokens(self) -> list[str] | None: ...
-    @property
-    def tiktoken_pattern(self) -> Any: ...
-    @property
-    def tiktoken_num_special_tokens(self) -> int: ...
-    @property
-    def tokenizer_hf_no_include_special_tokens(self) -> bool: ...
-    @property
-    def tokenizer_sentencepiece_legacy(self) -> bool: ...
-    @property
-    def null_tokenizer_eod_id(self) -> int | None: ...
-    @property
-    def null_tokenizer_pad_id(self) -> int: ...
-
-
-def build_tokenizer(cfg: TokenizerFlags) -> Tokenizer:
+def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     """The tokenizer that the flags in ``cfg`` ask for.
 
     Raises:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from megatron.core.config.cli import flag
 from megatron.core.config.ranges import Iterations, NonNegativeFloat, PositiveFloat, Probability, Range, Samples
+from megatron.core.schedules.learning_rate import DecayStyle, WeightDecayStyle, WsdDecayStyle
 
 
 @dataclass(kw_only=True)
@@ -19,7 +20,7 @@ class LearningRateConfig:
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay and after it."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_style: DecayStyle = "linear"
     """Shape of the decay after the warmup; WSD stays at the peak and decays at the end."""
 
     lr_decay_iters: Annotated[int, Range(1, 2**40)] | None = None
@@ -28,7 +29,7 @@ class LearningRateConfig:
     lr_decay_samples: Samples | None = None
     """Samples, warmup included, until --min-lr is reached; default: --train-samples."""
 
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: WsdDecayStyle = "exponential"
     """Shape of WSD's final decay."""
 
     lr_wsd_decay_iters: Annotated[int, Range(1, 2**40)] | None = None
@@ -65,5 +66,5 @@ class LearningRateConfig:
     end_weight_decay: NonNegativeFloat | None = None
     """Weight decay at the end of a ramp."""
 
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay_incr_style: WeightDecayStyle = "constant"
     """How weight decay moves from --start-weight-decay to --end-weight-decay."""

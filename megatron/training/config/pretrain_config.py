@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.config.cli import derived
 from megatron.core.config.model_parallel_config import dtype_of
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import ModelSettings
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
@@ -17,7 +18,6 @@ from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.program import ProgramConfig
 from megatron.training.config.self_checks import SelfCheckConfig
-from megatron.training.config.tokenizer import TokenizerConfig
 from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 

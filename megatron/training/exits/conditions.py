@@ -35,29 +35,14 @@ DOUBLE_DELIVERY_SECONDS = 0.5
 class ExitFlags(Protocol):
     """The part of the configuration that is read here."""
 
-    @property
-    def train_iters(self) -> int | None: ...
-
-    @property
-    def train_samples(self) -> int | None: ...
-
-    @property
-    def exit_interval(self) -> int | None: ...
-
-    @property
-    def exit_duration_in_mins(self) -> int | None: ...
-
-    @property
-    def save(self) -> str | None: ...
-
-    @property
-    def save_on_signal(self) -> bool: ...
-
-    @property
-    def exit_signal_handler(self) -> bool: ...
-
-    @property
-    def exit_signal(self) -> signal.Signals: ...
+    train_iters: int
+    train_samples: int | None
+    exit_interval: int | None
+    exit_duration_in_mins: int | None
+    save: str | None
+    save_on_signal: bool
+    exit_signal_handler: bool
+    exit_signal: signal.Signals
 
 
 @dataclass(frozen=True)

@@ -8,26 +8,18 @@ from typing import Annotated, Literal
 from megatron.core.config.cli import flag
 from megatron.core.config.ranges import Dim, Range
 
+TokenizerType = Literal[
+    "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer", "NullTokenizer",
+    "ByteLevelTokenizer",
+]  # fmt: skip
+
 
 @dataclass(kw_only=True)
 class TokenizerConfig:
     """Tokenizer"""
 
-    tokenizer_type: (
-        Literal[
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "HuggingFaceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "NullTokenizer",
-            "ByteLevelTokenizer",
-        ]
-        | None
-    ) = None
+    tokenizer_type: TokenizerType | None = None
     """Kind of tokenizer; each script has its own default (GPT: GPT2BPETokenizer). NullTokenizer needs only
     --vocab-size, ByteLevelTokenizer needs nothing."""
 
