@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -249,33 +249,30 @@ def _handle(group: Group) -> Any:
     return _current().alone if group.size == 1 else group.handle
 
 
-def get_tensor_model_parallel_group() -> Any:
-    return _handle(_current().groups.tp)
+def _getters(axis: str) -> tuple[Callable[[], Any], Callable[[], int], Callable[[], int]]:
+    """(group, its size, this rank's place in it) of an axis."""
+
+    def group() -> Group:
+        return getattr(_current().groups, axis)
+
+    return lambda: _handle(group()), lambda: group().size, lambda: group().rank
 
 
-def get_tensor_model_parallel_world_size() -> int:
-    return _current().groups.tp.size
-
-
-def get_tensor_model_parallel_rank() -> int:
-    return _current().groups.tp.rank
+get_tensor_model_parallel_group, get_tensor_model_parallel_world_size, get_tensor_model_parallel_rank = _getters("tp")
+get_pipeline_model_parallel_group, get_pipeline_model_parallel_world_size, get_pipeline_model_parallel_rank = (
+    _getters("pp")
+)
+get_context_parallel_group, get_context_parallel_world_size, get_context_parallel_rank = _getters("cp")
+get_expert_model_parallel_group, get_expert_model_parallel_world_size, get_expert_model_parallel_rank = _getters("ep")
+get_expert_tensor_parallel_group, get_expert_tensor_parallel_world_size, get_expert_tensor_parallel_rank = (
+    _getters("etp")
+)
+get_expert_data_parallel_group, get_expert_data_parallel_world_size, get_expert_data_parallel_rank = _getters("edp")
 
 
 def get_tensor_model_parallel_src_rank() -> int:
     """Global rank of the first member of this rank's tensor-parallel group."""
     return _current().groups.tp.ranks[0]
-
-
-def get_pipeline_model_parallel_group() -> Any:
-    return _handle(_current().groups.pp)
-
-
-def get_pipeline_model_parallel_world_size() -> int:
-    return _current().groups.pp.size
-
-
-def get_pipeline_model_parallel_rank() -> int:
-    return _current().groups.pp.rank
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:
@@ -333,55 +330,7 @@ def _data_parallel(with_context_parallel: bool) -> Group:
     return groups.dp_cp if with_context_parallel else groups.dp
 
 
-def get_context_parallel_group() -> Any:
-    return _handle(_current().groups.cp)
-
-
-def get_context_parallel_world_size() -> int:
-    return _current().groups.cp.size
-
-
-def get_context_parallel_rank() -> int:
-    return _current().groups.cp.rank
-
-
 def get_hierarchical_context_parallel_groups() -> list[Any]:
     """The inner (all-to-all) and the outer (ring) group of two-level context parallelism."""
     groups = _current().groups
     return [_handle(groups.cp_a2a), _handle(groups.cp_p2p)]
-
-
-def get_expert_model_parallel_group() -> Any:
-    return _handle(_current().groups.ep)
-
-
-def get_expert_model_parallel_world_size() -> int:
-    return _current().groups.ep.size
-
-
-def get_expert_model_parallel_rank() -> int:
-    return _current().groups.ep.rank
-
-
-def get_expert_tensor_parallel_group() -> Any:
-    return _handle(_current().groups.etp)
-
-
-def get_expert_tensor_parallel_world_size() -> int:
-    return _current().groups.etp.size
-
-
-def get_expert_tensor_parallel_rank() -> int:
-    return _current().groups.etp.rank
-
-
-def get_expert_data_parallel_group() -> Any:
-    return _handle(_current().groups.edp)
-
-
-def get_expert_data_parallel_world_size() -> int:
-    return _current().groups.edp.size
-
-
-def get_expert_data_parallel_rank() -> int:
-    return _current().groups.edp.rank

@@ -234,7 +234,7 @@ class IndexedDatasetBuilder:
             ) from error
 
 
-def sync_folder(folder: str) -> None:
+def sync_folder(folder: str | os.PathLike) -> None:
     """Make renames in ``folder`` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

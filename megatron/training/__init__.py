@@ -7,31 +7,14 @@ if TYPE_CHECKING:
     from megatron.compat.classic import get_args, get_model, get_timers, get_tokenizer, initialize_megatron, pretrain
     from megatron.compat.training_utils import print_rank_0, print_rank_last
 
-_HOMES = {
-    "pretrain": "megatron.compat.classic",
-    "get_args": "megatron.compat.classic",
-    "get_model": "megatron.compat.classic",
-    "get_timers": "megatron.compat.classic",
-    "get_tokenizer": "megatron.compat.classic",
-    "initialize_megatron": "megatron.compat.classic",
-    "print_rank_0": "megatron.compat.training_utils",
-    "print_rank_last": "megatron.compat.training_utils",
-}
+__all__ = [
+    "get_args", "get_model", "get_timers", "get_tokenizer", "initialize_megatron", "pretrain", "print_rank_0",
+    "print_rank_last",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-__all__ = [
-    "get_args",
-    "get_model",
-    "get_timers",
-    "get_tokenizer",
-    "initialize_megatron",
-    "pretrain",
-    "print_rank_0",
-    "print_rank_last",
-]
+    home = "training_utils" if name.startswith("print_") else "classic"
+    return getattr(import_module(f"megatron.compat.{home}"), name)

@@ -1,14 +1,7 @@
 """The collectives of tensor and sequence parallelism as named, differentiable operators; identities on a group of one.
 
-Each operator is one half of a conjugate pair: what one does in forward, its partner does in backward.
-
-    copy_to_tensor_model_parallel_region       identity             <-> all-reduce
-    reduce_from_tensor_model_parallel_region   all-reduce           <-> identity
-    scatter_to_tensor_model_parallel_region    split last dim       <-> all-gather last dim
-    gather_from_tensor_model_parallel_region   all-gather last dim  <-> split last dim
-    scatter_to_sequence_parallel_region        split first dim      <-> all-gather first dim
-    gather_from_sequence_parallel_region       all-gather first dim <-> reduce-scatter first dim
-    reduce_scatter_to_sequence_parallel_region reduce-scatter       <-> all-gather first dim
+Each operator is one half of a conjugate pair: what one does in forward, its partner does in backward. The table of them is
+at the end.
 """
 
 from __future__ import annotations
@@ -73,33 +66,17 @@ class _Conjugate(torch.autograd.Function):
         return ctx.backward_collective(grad, ctx.group), None, None, None
 
 
-def _conjugate(x: Tensor, group: Group, forward: Collective, backward: Collective) -> Tensor:
-    return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
+def _operator(forward: Collective, backward: Collective) -> Collective:
+    def apply(x: Tensor, group: Group) -> Tensor:
+        return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
+
+    return apply
 
 
-def copy_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, identity, all_reduce_sum)
-
-
-def reduce_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, all_reduce_sum, identity)
-
-
-def scatter_to_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, split_along_last_dim, all_gather_along_last_dim)
-
-
-def gather_from_tensor_model_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, all_gather_along_last_dim, split_along_last_dim)
-
-
-def scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, split_along_first_dim, all_gather_along_first_dim)
-
-
-def gather_from_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, all_gather_along_first_dim, reduce_scatter_along_first_dim)
-
-
-def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: Group) -> Tensor:
-    return _conjugate(x, group, reduce_scatter_along_first_dim, all_gather_along_first_dim)
+copy_to_tensor_model_parallel_region = _operator(identity, all_reduce_sum)
+reduce_from_tensor_model_parallel_region = _operator(all_reduce_sum, identity)
+scatter_to_tensor_model_parallel_region = _operator(split_along_last_dim, all_gather_along_last_dim)
+gather_from_tensor_model_parallel_region = _operator(all_gather_along_last_dim, split_along_last_dim)
+scatter_to_sequence_parallel_region = _operator(split_along_first_dim, all_gather_along_first_dim)
+gather_from_sequence_parallel_region = _operator(all_gather_along_first_dim, reduce_scatter_along_first_dim)
+reduce_scatter_to_sequence_parallel_region = _operator(reduce_scatter_along_first_dim, all_gather_along_first_dim)

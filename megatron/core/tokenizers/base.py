@@ -12,10 +12,25 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron.core.config.errors import UserError
+
+
+def _role(role: str, what: str) -> Any:
+    """A property: the id of the special token of a role, or an error that names those there are."""
+
+    def special_id(self: Tokenizer) -> int:
+        if role not in self.special_ids:
+            has = ", ".join(f"{name} {index}" for name, index in self.special_ids.items()) or "none"
+            raise UserError(
+                f"this {self.tokenizer_type} has no {role!r} token (it has: {has}); use a tokenizer that defines one"
+            )
+        return self.special_ids[role]
+
+    return property(special_id, doc=what)
 
 
 class Tokenizer(ABC):
@@ -69,48 +84,13 @@ class Tokenizer(ABC):
             found.append(vocab[name])
         return found
 
-    def _special(self, role: str) -> int:
-        if role not in self.special_ids:
-            has = ", ".join(f"{name} {index}" for name, index in self.special_ids.items()) or "none"
-            raise UserError(
-                f"this {self.tokenizer_type} has no {role!r} token (it has: {has}); use a tokenizer that defines one"
-            )
-        return self.special_ids[role]
-
-    @property
-    def eod(self) -> int:
-        """End of document."""
-        return self._special("eod")
-
-    @property
-    def bos(self) -> int:
-        """Beginning of sequence."""
-        return self._special("bos")
-
-    @property
-    def eos(self) -> int:
-        """End of sequence."""
-        return self._special("eos")
-
-    @property
-    def pad(self) -> int:
-        """Padding."""
-        return self._special("pad")
-
-    @property
-    def cls(self) -> int:
-        """BERT's classification token."""
-        return self._special("cls")
-
-    @property
-    def sep(self) -> int:
-        """BERT's separator."""
-        return self._special("sep")
-
-    @property
-    def mask(self) -> int:
-        """BERT's mask."""
-        return self._special("mask")
+    eod = _role("eod", "End of document.")
+    bos = _role("bos", "Beginning of sequence.")
+    eos = _role("eos", "End of sequence.")
+    pad = _role("pad", "Padding.")
+    cls = _role("cls", "BERT's classification token.")
+    sep = _role("sep", "BERT's separator.")
+    mask = _role("mask", "BERT's mask.")
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, object]:

@@ -1,9 +1,10 @@
 """Sums over a log interval: when to log, what the losses were since, how long it took."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.training.exits.conditions import is_log_iteration
-from megatron.training.observe.metrics import StepMetrics, materialize
+from megatron.training.observe.metrics import StepMetrics, materialize, train_record
 from megatron.training.train_state import TrainState
 
 
@@ -14,6 +15,11 @@ class Step:
     iteration: int
     consumed_samples: int
     metrics: StepMetrics
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Its record in ``metrics.jsonl``; the values must have been read."""
+        return train_record(self.iteration, self.consumed_samples, self.metrics)
 
 
 @dataclass(frozen=True)

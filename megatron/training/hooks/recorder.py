@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.hooks.timing import Clock
-from megatron.training.observe.metrics import EvalResult, MetricsFile, eval_record, train_record
+from megatron.training.observe.metrics import EvalResult, MetricsFile, eval_record
 from megatron.training.train_state import TrainState
 
 
@@ -22,7 +22,7 @@ class MetricsRecorder(Hook):
 
     def on_steps(self, steps: Sequence[Step]) -> None:
         for step in steps:
-            self.file.append(train_record(step.iteration, step.consumed_samples, step.metrics))
+            self.file.append(step.record)
 
     def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
         self.file.flush()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.training.hooks.console import perplexity
-from megatron.training.observe.metrics import EvalResult, StepMetrics
+from megatron.training.observe.metrics import losses_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,35 +20,38 @@ class Tags:
     world_size: int | None = None
     """None leaves the tag out."""
 
-    def of_step(self, metrics: StepMetrics) -> dict[str, float]:
-        """Values of one iteration; ``metrics`` must have been materialized."""
+    def of(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Values of one record of ``metrics.jsonl`` or ``timing.jsonl``."""
+        kinds = {"train": self._of_step, "timing": self._of_timing}
+        return kinds.get(record["kind"], self._of_evaluation)(record)
+
+    def _of_step(self, record: Mapping[str, Any]) -> dict[str, float]:
         values = {
-            "learning-rate": metrics.learning_rate,
-            "batch-size": metrics.global_batch_size,
-            **metrics.losses,
-            **metrics.statistics,
-            "loss-scale": metrics.loss_scale if self.loss_scale else None,
+            "learning-rate": record["learning_rate"],
+            "batch-size": record["global_batch_size"],
+            **losses_of(record),
+            **record.get("statistics", {}),
+            "loss-scale": record["loss_scale"] if self.loss_scale else None,
             "world-size": self.world_size,
-            "grad-norm": metrics.grad_norm,
-            "num-zeros": metrics.num_zeros,
-            "params-norm": metrics.params_norm,
-            "weight-decay": metrics.weight_decay,
+            "grad-norm": record.get("grad_norm"),
+            "num-zeros": record.get("num_zeros"),
+            "params-norm": record.get("params_norm"),
+            "weight-decay": record.get("weight_decay"),
         }
         return {tag: float(value) for tag, value in values.items() if value is not None}
 
-    def of_evaluation(self, result: EvalResult) -> dict[str, float]:
-        """Values of one evaluated data set. Test sets have tags of their own, so that no validation point is lost."""
-        suffix = f"-{result.dataset}" if result.dataset else ""
+    def _of_evaluation(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Test sets have tags of their own, so that no validation point is lost."""
+        suffix = f"-{record['dataset']}" if "dataset" in record else ""
         values = {}
-        for name, value in result.losses.items():
-            tag = f"{name} {result.name}{suffix}"
+        for name, value in losses_of(record).items():
+            tag = f"{name} {'validation' if record['kind'] == 'valid' else 'test'}{suffix}"
             values[tag] = float(value)
             if self.validation_perplexity:
                 values[f"{tag} ppl"] = perplexity(value)
         return values
 
-    def of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Values of one ``timing.jsonl`` record."""
+    def _of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
         values = {"iteration-time": record["seconds_per_iteration"]}
         if self.throughput:
             values["tokens-per-second"] = record["tokens_per_second"]

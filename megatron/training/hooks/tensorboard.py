@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.core.config.errors import UserError
 from megatron.training.exits.conditions import every
@@ -9,7 +10,7 @@ from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock
-from megatron.training.observe.metrics import EvalResult, MetricsFile, StepMetrics, from_record, read_metrics
+from megatron.training.observe.metrics import EvalResult, MetricsFile, eval_record, read_metrics
 from megatron.training.train_state import TrainState
 
 try:
@@ -51,14 +52,14 @@ class TensorBoardHook(Hook):
     def on_steps(self, steps: Sequence[Step]) -> None:
         for step in steps:
             if every(self.point_interval, step.iteration):
-                self._add(self.tags.of_step(step.metrics), step.iteration, step.consumed_samples)
+                self._add(step.record)
 
     def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
-        self._add(self.tags.of_timing(self.clock.record(summary)), summary.iteration, summary.consumed_samples)
+        self._add(self.clock.record(summary))
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         for result in results:
-            self._add(self.tags.of_evaluation(result), state.iteration, state.consumed_train_samples)
+            self._add(eval_record(state.iteration, state.consumed_train_samples, result))
         self._flush()
 
     def on_save(self, state: TrainState) -> None:
@@ -68,11 +69,13 @@ class TensorBoardHook(Hook):
         if self.writer is not None:
             self.writer.close()
 
-    def _add(self, values: dict[str, float], iteration: int, samples: int) -> None:
+    def _add(self, record: Mapping[str, Any], again: bool = False) -> None:
+        """The points of a record; ``again``: those by samples only."""
         if self.writer is not None:
-            for tag, value in values.items():
-                self.writer.add_scalar(tag, value, iteration)
-                self.writer.add_scalar(f"{tag} vs samples", value, samples)
+            for tag, value in self.tags.of(record).items():
+                if not again:
+                    self.writer.add_scalar(tag, value, record["iteration"])
+                self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
 
     def _flush(self) -> None:
         if self.writer is not None:
@@ -80,23 +83,7 @@ class TensorBoardHook(Hook):
 
     def _restore_points_by_samples(self, path: Path, purge_step: int) -> None:
         """TensorBoard drops all points at or beyond ``purge_step``, also those that count samples: write them again."""
-        assert self.writer is not None
-        if not path.exists():
-            return
-        for record in read_metrics(path):
-            if record["consumed_samples"] < purge_step:
-                continue
-            if record["kind"] == "timing":
-                values = self.tags.of_timing(record)
-            elif record["kind"] == "train":
-                if not every(self.point_interval, record["iteration"]):
-                    continue
-                metrics = from_record(record)
-                assert isinstance(metrics, StepMetrics)
-                values = self.tags.of_step(metrics)
-            else:
-                result = from_record(record)
-                assert isinstance(result, EvalResult)
-                values = self.tags.of_evaluation(result)
-            for tag, value in values.items():
-                self.writer.add_scalar(f"{tag} vs samples", value, record["consumed_samples"])
+        for record in read_metrics(path) if path.exists() else ():
+            shown = record["kind"] != "train" or every(self.point_interval, record["iteration"])
+            if shown and record["consumed_samples"] >= purge_step:
+                self._add(record, again=True)

@@ -14,7 +14,7 @@ from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary, Step
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.timing import Clock
-from megatron.training.observe.metrics import EvalResult
+from megatron.training.observe.metrics import EvalResult, eval_record
 from megatron.training.train_state import TrainState
 
 try:
@@ -50,15 +50,16 @@ class WandbHook(Hook):
     def on_steps(self, steps: Sequence[Step]) -> None:
         for step in steps:
             if every(self.point_interval, step.iteration):
-                row = {**self.tags.of_step(step.metrics), "samples vs steps": step.consumed_samples}
+                row = {**self.tags.of(step.record), "samples vs steps": step.consumed_samples}
                 self.run.log(row, step=step.iteration)
 
     def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
-        self.run.log(self.tags.of_timing(self.clock.record(summary)), step=summary.iteration)
+        self.run.log(self.tags.of(self.clock.record(summary)), step=summary.iteration)
 
     def on_evaluate(self, state: TrainState, results: Sequence[EvalResult]) -> None:
         for result in results:
-            self.run.log(self.tags.of_evaluation(result), step=state.iteration)
+            record = eval_record(state.iteration, state.consumed_train_samples, result)
+            self.run.log(self.tags.of(record), step=state.iteration)
 
     def on_train_end(self, state: TrainState) -> None:
         if self.run is not None:

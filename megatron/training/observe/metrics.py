@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from megatron.core.config.errors import UserError
+from megatron.data.indexed_writer import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -173,15 +174,10 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> di
     return record
 
 
-def from_record(record: Mapping[str, Any]) -> StepMetrics | EvalResult:
-    """Inverse of :func:`train_record` and :func:`eval_record`."""
-    fixed = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
-    losses = {key: value for key, value in record.items() if key not in fixed}
-    if record["kind"] == "train":
-        fields = {key: value for key, value in record.items() if key in StepMetrics.__dataclass_fields__}
-        return StepMetrics(losses=losses, **fields)
-    name: Literal["validation", "test"] = "validation" if record["kind"] == "valid" else "test"
-    return EvalResult(name, record.get("dataset"), losses, record.get("final", False))
+def losses_of(record: Mapping[str, Any]) -> dict[str, float]:
+    """The losses in a record of either kind: whatever no other field is called."""
+    others = {"kind", "iteration", "consumed_samples", "dataset", "final", *StepMetrics.__dataclass_fields__}
+    return {key: value for key, value in record.items() if key not in others}
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
@@ -321,18 +317,10 @@ class MetricsFile:
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(new_path, self.path)
-        _fsync_directory(self.path.parent)
+        sync_folder(self.path.parent)
         logger.info("moved %d records after iteration %d to %s", self.num_cut, iteration, cut_path)
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             logger.warning("cannot write %s (%s): training goes on, its records wait in memory", self.path, error)
         self._warned = True
-
-
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

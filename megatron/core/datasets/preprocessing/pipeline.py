@@ -32,7 +32,6 @@ from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.datasets.preprocessing.worker import (
     PartRecord,
     Worker,
-    WorkerSettings,
     read_record,
     run_part,
     shard_prefix,
@@ -206,23 +205,18 @@ class _Run:
 
     def make_shards(self, tokenizer: Tokenizer, tokenizer_cfg: Any, build: TokenizerBuilder) -> Totals:
         cfg = self.cfg
-        settings = WorkerSettings(
-            folder=self.folder, keys=tuple(cfg.json_keys), split_sentences=cfg.split_sentences,
-            keep_newlines=cfg.keep_newlines, lang=cfg.lang, append_eod=cfg.append_eod,
-            max_line_bytes=cfg.max_line_bytes,
-        )  # fmt: skip
         workers = cfg.workers or os.cpu_count() or 1
         progress = Progress(sum(file.size for file in self.files), cfg.log_interval)
         try:
             if workers == 1:
-                worker = Worker(tokenizer, settings)
+                worker = Worker(tokenizer, cfg, self.folder)
                 for part in self._todo(progress):
                     self._finish(worker.run(part), progress)
             else:
                 forks = "fork" in multiprocessing.get_all_start_methods()
-                inherited = Worker(tokenizer, settings) if forks else None
+                inherited = Worker(tokenizer, cfg, self.folder) if forks else None
                 context = multiprocessing.get_context("fork" if forks else "spawn")
-                self._with_pool(workers, context, (inherited, build, tokenizer_cfg, settings), progress)
+                self._with_pool(workers, context, (inherited, build, tokenizer_cfg, cfg, self.folder), progress)
         finally:
             self._write_bad_lines()
         self.totals.seconds = progress.seconds

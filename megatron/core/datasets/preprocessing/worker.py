@@ -13,7 +13,7 @@ import multiprocessing.connection
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,25 +22,13 @@ from megatron.core.config.errors import UserError
 from megatron.core.datasets.preprocessing.inputs import Part
 from megatron.core.datasets.preprocessing.lines import BadLine, rows_of
 from megatron.core.datasets.preprocessing.sentences import make_splitter
+from megatron.core.datasets.preprocessing.settings import PreprocessConfig
 from megatron.core.tokenizers.base import Tokenizer
 from megatron.data.index_format import DType
 from megatron.data.indexed_writer import IndexedDatasetBuilder
 
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """Settings of a worker, the same for all parts."""
-
-    folder: str
-    keys: tuple[str, ...]
-    split_sentences: bool
-    keep_newlines: bool
-    lang: str
-    append_eod: bool
-    max_line_bytes: int
 
 
 @dataclass
@@ -95,21 +83,20 @@ def read_record(folder: str, part: str) -> PartRecord | None:
 
 
 class Worker:
-    """Turns parts into shards."""
+    """Turns parts into shards in ``folder``."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: WorkerSettings):
-        self.tokenizer, self.settings = tokenizer, settings
+    def __init__(self, tokenizer: Tokenizer, cfg: PreprocessConfig, folder: str):
+        self.tokenizer, self.cfg, self.folder = tokenizer, cfg, folder
         self.dtype = np.dtype(DType.optimal_dtype(tokenizer.vocab_size))
-        self.eod = np.asarray([tokenizer.eod] if settings.append_eod else [], dtype=self.dtype)
+        self.eod = np.asarray([tokenizer.eod] if cfg.append_eod else [], dtype=self.dtype)
         self.split: Callable[[str], list[str]] | None = None
-        if settings.split_sentences:
-            self.split, _ = make_splitter(settings.lang, settings.keep_newlines)
+        if cfg.split_sentences:
+            self.split, _ = make_splitter(cfg.lang, cfg.keep_newlines)
 
     def run(self, part: Part) -> PartRecord:
         """Make the shard of ``part`` and its record."""
-        folder, keys = self.settings.folder, self.settings.keys
         record = PartRecord(part.name, part.file.path, weight=part.weight)
-        prefixes = {key: shard_prefix(folder, part.name, key) for key in keys}
+        prefixes = {key: shard_prefix(self.folder, part.name, key) for key in self.cfg.json_keys}
         builders = {key: IndexedDatasetBuilder(prefix + ".bin", dtype=self.dtype) for key, prefix in prefixes.items()}
         try:
             try:
@@ -126,17 +113,17 @@ class Worker:
             for builder in builders.values():
                 builder.abort()
             raise
-        path = os.path.join(folder, part.name + ".json")
+        path = os.path.join(self.folder, part.name + ".json")
         with open(path + ".partial", "w", encoding="utf-8") as file:
             json.dump(asdict(record), file)
         os.replace(path + ".partial", path)
         return record
 
     def _fill(self, part: Part, builders: dict[str, IndexedDatasetBuilder], record: PartRecord) -> None:
-        keys = self.settings.keys
+        keys = self.cfg.json_keys
         waiting: dict[str, list[str]] = {key: [] for key in keys}
         characters = 0
-        for row, size in rows_of(part, keys, self.settings.max_line_bytes):
+        for row, size in rows_of(part, keys, self.cfg.max_line_bytes):
             record.text_bytes += size
             if isinstance(row, BadLine):
                 record.add_bad_line(record.lines, row.reason)
@@ -159,7 +146,7 @@ class Worker:
             else:
                 count = self._add_sentences(texts, self.split, builders[key], record)
             record.empty_documents += len(texts) - count
-            if key == self.settings.keys[0]:
+            if key == self.cfg.json_keys[0]:
                 record.documents += count
             texts.clear()
 
@@ -204,13 +191,14 @@ class Worker:
 _PROCESS: dict[str, Worker] = {}  # the worker of this process, set once by ``start_process``
 
 
-def start_process(worker: Worker | None, build: Callable[[Any], Tokenizer], cfg: Any, settings: WorkerSettings) -> None:
-    """Initializer of a pool process: takes the parent's worker or builds one, and ends when the parent is gone."""
+def start_process(worker: Worker | None, build: Callable[[Any], Tokenizer], tokenizer_cfg: Any, *rest: Any) -> None:
+    """Initializer of a pool process: takes the parent's worker or builds one (``rest``: its other arguments), and ends
+    when the parent is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-    _PROCESS["worker"] = worker or Worker(build(cfg), settings)
+    _PROCESS["worker"] = worker or Worker(build(tokenizer_cfg), *rest)
 
 
 def _end_with(sentinel: int) -> None:
@@ -219,5 +207,5 @@ def _end_with(sentinel: int) -> None:
 
 
 def run_part(part: Part) -> PartRecord:
-    """``Worker.run`` in a pool process; the lines do not travel back."""
-    return replace(_PROCESS["worker"].run(part))
+    """``Worker.run`` in a pool process."""
+    return _PROCESS["worker"].run(part)

@@ -13,7 +13,7 @@ from megatron.training.hooks.recorder import MetricsRecorder, TimingRecorder
 from megatron.training.hooks.scalars import Tags
 from megatron.training.hooks.tensorboard import TensorBoardHook
 from megatron.training.hooks.timing import Clock
-from megatron.training.observe.metrics import EvalResult, MetricsFile
+from megatron.training.observe.metrics import EvalResult, MetricsFile, eval_record
 from megatron.training.observe.throughput import Throughput
 
 
@@ -89,11 +89,12 @@ def test_each_value_is_there_once_after_a_resume(tmp_path, simulated_run, stop, 
 
 def test_test_results_do_not_overwrite_validation():
     tags = Tags(validation_perplexity=True)
-    assert set(tags.of_evaluation(EvalResult("test", "code", {"lm loss": 1.0}))) == {
+    assert set(tags.of(eval_record(1, 8, EvalResult("test", "code", {"lm loss": 1.0})))) == {
         "lm loss test-code",
         "lm loss test-code ppl",
     }
-    assert set(Tags().of_evaluation(EvalResult("validation", "web", {"lm loss": 1.0}))) == {"lm loss validation-web"}
+    validation = eval_record(1, 8, EvalResult("validation", "web", {"lm loss": 1.0}))
+    assert set(Tags().of(validation)) == {"lm loss validation-web"}
 
 
 def test_optional_tags_follow_their_flags(tmp_path, simulated_run):
@@ -103,8 +104,8 @@ def test_optional_tags_follow_their_flags(tmp_path, simulated_run):
 
 
 def test_timers_become_seconds():
-    record = {"seconds_per_iteration": 1.0, "timers_ms": {"optimizer": 20.0}, "memory": {}}
-    assert Tags(timers=True).of_timing(record) == {"iteration-time": 1.0, "optimizer-time": 0.02}
+    record = {"kind": "timing", "seconds_per_iteration": 1.0, "timers_ms": {"optimizer": 20.0}, "memory": {}}
+    assert Tags(timers=True).of(record) == {"iteration-time": 1.0, "optimizer-time": 0.02}
 
 
 def test_an_unwritable_directory_costs_one_warning(tmp_path, simulated_run, caplog):
