@@ -1,7 +1,7 @@
 """The collectives of tensor and sequence parallelism as named, differentiable operators; identities on a group of one.
 
-Each operator is one half of a conjugate pair: what one does in forward, its partner does in backward. The table of them is
-at the end.
+Each operator is one half of a conjugate pair: what one does in forward, its partner does in backward (the table at the
+end).
 """
 
 from __future__ import annotations

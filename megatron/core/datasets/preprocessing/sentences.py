@@ -16,10 +16,11 @@ from megatron.core.tokenizers.libraries import is_installed, require
 
 Splitter = Callable[[str], "list[str]"]
 
-ABBREVIATIONS = frozenset(
-    "mr mrs ms dr prof st jr sr vs etc e.g i.e fig eq vol pp inc ltd co corp dept est approx al cf resp "
-    "jan feb mar apr jun jul aug sep sept oct nov dec".split()
-)
+ABBREVIATIONS = {
+    "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "fig", "eq", "vol", "pp", "inc", "ltd",
+    "co", "corp", "dept", "est", "approx", "al", "cf", "resp", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep",
+    "sept", "oct", "nov", "dec",
+}  # fmt: skip
 _OPENING, _CLOSING = r"""["'“‘(\[]*""", r"""["'”’)\]]*"""
 _CAPITAL = r"[A-Z\u00C0-\u00DE\u0391-\u03A9\u0410-\u042F0-9]"
 _CANDIDATE = re.compile(rf"(?:[.!?…]+{_CLOSING}(?=\s+{_OPENING}{_CAPITAL})|[。！？][\"'”’」』）]*)\s*|\n\s*\n\s*")
