@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -134,16 +135,19 @@ Array<Out> build_sample_idx(Array<int32_t> sizes, Array<Document> documents, int
 
 using Blend = std::pair<Array<int16_t>, Array<int64_t>>;
 
-// At each step the source that is furthest behind weight * step wins, the first one among equals.
-Blend build_blending_indices(Array<double> weights, int64_t size) {
+// At each step the source that is furthest behind weight * step wins, the first one among equals; a source that has
+// given as many samples as its limit is out. No limits: sources never end.
+Blend blend(const double* weight, const int64_t* limit, int64_t num_sources, int64_t size) {
   Array<int16_t> source(size);
   Array<int64_t> source_sample(size);
-  const double* weight = weights.data();
-  const int64_t num_sources = weights.size();
   int16_t* source_out = source.mutable_data();
   int64_t* sample_out = source_sample.mutable_data();
   py::gil_scoped_release unlocked;
+  constexpr double kClosed = std::numeric_limits<double>::infinity();
   std::vector<double> taken(num_sources, 0.0);  // exact: counts stay below 2^53
+  for (int64_t i = 0; limit && i < num_sources; ++i) {
+    if (limit[i] == 0) taken[i] = kClosed;
+  }
   for (int64_t step = 0; step < size; ++step) {
     const double position = std::max<double>(static_cast<double>(step), 1.0);
     int64_t winner = 0;
@@ -158,46 +162,21 @@ Blend build_blending_indices(Array<double> weights, int64_t size) {
     source_out[step] = static_cast<int16_t>(winner);
     sample_out[step] = static_cast<int64_t>(taken[winner]);
     taken[winner] += 1.0;
+    if (limit && taken[winner] == static_cast<double>(limit[winner])) taken[winner] = kClosed;
   }
   return {source, source_sample};
 }
 
-// The same rule over the sources that still have samples, until all are used up.
+Blend build_blending_indices(Array<double> weights, int64_t size) {
+  return blend(weights.data(), nullptr, weights.size(), size);
+}
+
 Blend build_exhaustive_blending_indices(Array<int64_t> sizes) {
   const int64_t* size_of = sizes.data();
-  int64_t total = 0;
-  for (int64_t i = 0; i < sizes.size(); ++i) total += size_of[i];
-  Array<int16_t> source(total);
-  Array<int64_t> source_sample(total);
-  int16_t* source_out = source.mutable_data();
-  int64_t* sample_out = source_sample.mutable_data();
-  py::gil_scoped_release unlocked;
-  std::vector<double> weight, taken;
-  std::vector<int64_t> left, open;
-  for (int64_t i = 0; i < sizes.size(); ++i) {
-    weight.push_back(static_cast<double>(size_of[i]) / static_cast<double>(total));
-    taken.push_back(0.0);
-    left.push_back(size_of[i]);
-    if (size_of[i] > 0) open.push_back(i);
-  }
-  for (int64_t step = 0; step < total; ++step) {
-    const double position = std::max<double>(static_cast<double>(step), 1.0);
-    size_t winner = 0;
-    double largest = -std::numeric_limits<double>::infinity();
-    for (size_t slot = 0; slot < open.size(); ++slot) {
-      const double error = weight[open[slot]] * position - taken[open[slot]];
-      if (error > largest) {
-        largest = error;
-        winner = slot;
-      }
-    }
-    const int64_t chosen = open[winner];
-    source_out[step] = static_cast<int16_t>(chosen);
-    sample_out[step] = static_cast<int64_t>(taken[chosen]);
-    taken[chosen] += 1.0;
-    if (--left[chosen] == 0) open.erase(open.begin() + static_cast<int64_t>(winner));
-  }
-  return {source, source_sample};
+  const int64_t total = std::accumulate(size_of, size_of + sizes.size(), int64_t{0});
+  std::vector<double> weight(size_of, size_of + sizes.size());
+  for (double& each : weight) each /= static_cast<double>(total);
+  return blend(weight.data(), size_of, sizes.size(), total);
 }
 
 }  // namespace

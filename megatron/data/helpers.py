@@ -126,9 +126,13 @@ def build_blending_indices(weights: np.ndarray, size: int) -> tuple[np.ndarray, 
     return build_blending_indices_numpy(weights, size)
 
 
-def build_blending_indices_numpy(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numpy twin of ``build_blending_indices``."""
+def build_blending_indices_numpy(
+    weights: np.ndarray, size: int, limits: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The numpy twin of ``build_blending_indices``; a source that has given as many samples as its limit is out."""
     taken = np.zeros(len(weights), dtype=np.float64)
+    if limits is not None:
+        taken[limits == 0] = np.inf  # infinity closes a source
     errors = np.empty_like(taken)
     source = np.empty(size, dtype=np.int16)
     source_sample = np.empty(size, dtype=np.int64)
@@ -139,6 +143,8 @@ def build_blending_indices_numpy(weights: np.ndarray, size: int) -> tuple[np.nda
         source[step] = winner
         source_sample[step] = taken[winner]
         taken[winner] += 1.0
+        if limits is not None and taken[winner] == limits[winner]:
+            taken[winner] = np.inf
     return source, source_sample
 
 
@@ -154,21 +160,7 @@ def build_exhaustive_blending_indices(sizes: np.ndarray) -> tuple[np.ndarray, np
 def build_exhaustive_blending_indices_numpy(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The numpy twin of ``build_exhaustive_blending_indices``."""
     total = int(sizes.sum())
-    source = np.empty(total, dtype=np.int16)
-    source_sample = np.empty(total, dtype=np.int64)
-    weights = sizes.astype(np.float64) / float(total) if total else np.zeros(len(sizes))
-    taken = np.where(sizes > 0, 0.0, np.inf)  # infinity closes a source
-    errors = np.empty_like(taken)
-    for step in range(total):
-        np.multiply(weights, max(float(step), 1.0), out=errors)
-        np.subtract(errors, taken, out=errors)
-        winner = errors.argmax()
-        source[step] = winner
-        source_sample[step] = taken[winner]
-        taken[winner] += 1.0
-        if taken[winner] == sizes[winner]:
-            taken[winner] = np.inf
-    return source, source_sample
+    return build_blending_indices_numpy(sizes / max(total, 1), total, sizes)
 
 
 def _check_number_of_sources(count: int) -> None:

@@ -20,11 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCK, _NUM_WARPS = 2048, 4
 """Elements of a program: 4 KiB of 16-bit values of each tensor, two 16-byte vectors per thread."""

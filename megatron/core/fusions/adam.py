@@ -21,13 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.master_weights import Copy, Master, Remainder, Updated, opened
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
 
 
 class AdamGroup(NamedTuple):

@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _ROWS, _COLUMNS, _NUM_WARPS = 32, 128, 4
 """A tile: 8 KiB of 16-bit values, four 16-byte vectors per thread."""

@@ -19,11 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _CPU_BLOCK, _GPU_BLOCK = 1 << 19, 1 << 25
 """Elements that plain torch widens at a time: 2 MiB in fp32, which a second-level cache holds; a GPU takes more."""

@@ -17,11 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCKS, _NUM_WARPS = 256, 8
 """Counters of a program, eight features each: one per thread."""

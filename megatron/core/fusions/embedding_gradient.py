@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 """A program's tile. Most runs are one row; ROWS of them are on their way at once where an id repeats."""

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _BLOCK, _NUM_WARPS = 1024, 4
 """Elements of a program: 2 KiB of 16-bit values, one 16-byte vector per thread."""

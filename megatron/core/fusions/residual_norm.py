@@ -21,13 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
+from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.rms_norm import rms_norm
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
 
 WIDEST = 16384
 """A program holds a whole row in registers."""

@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+from megatron.core.fusions.installed_triton import tl, triton
 from megatron.core.fusions.rope import apply_rotary
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
 
 _ELEMENTS, _NUM_WARPS = 2048, 4
 """Elements of a program, whole heads: 4 KiB of 16-bit values read and as many written."""

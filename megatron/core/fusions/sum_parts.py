@@ -14,11 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _ELEMENTS, _NUM_WARPS = 2048, 4
 """Elements of a program: 16 per thread."""

@@ -17,9 +17,9 @@ from megatron.core.tokenizers.libraries import is_installed, require
 Splitter = Callable[[str], "list[str]"]
 
 ABBREVIATIONS = {
-    "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "fig", "eq", "vol", "pp", "inc", "ltd",
-    "co", "corp", "dept", "est", "approx", "al", "cf", "resp", "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sep",
-    "sept", "oct", "nov", "dec",
+    "mr", "mrs", "ms", "dr", "prof", "st", "jr", "sr", "vs", "etc", "e.g", "i.e", "fig", "eq", "vol", "pp", "inc",
+    "ltd", "co", "corp", "dept", "est", "approx", "al", "cf", "resp", "jan", "feb", "mar", "apr", "jun", "jul", "aug",
+    "sep", "sept", "oct", "nov", "dec",
 }  # fmt: skip
 _OPENING, _CLOSING = r"""["'“‘(\[]*""", r"""["'”’)\]]*"""
 _CAPITAL = r"[A-Z\u00C0-\u00DE\u0391-\u03A9\u0410-\u042F0-9]"
