@@ -44,5 +44,9 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
             yield f"{flag} {getattr(given, field)}: no effect without --save DIRECTORY; nothing is saved"
     if given.recompute_num_layers is not None and resolved.recompute_num_layers is None:
         yield f"--recompute-num-layers {given.recompute_num_layers}: no effect without --recompute-granularity full"
+    sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")
+    unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
+    if unused and not resolved.multi_latent_attention:
+        yield f"{', '.join(unused)}: no effect without --multi-latent-attention"
     if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
         yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"

@@ -15,6 +15,14 @@ YARN = (
     "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
     " --yarn-beta-fast 2 --yarn-beta-slow 0.2 --mscale 0.7"
 )
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 20 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 10"
+    " --position-embedding-type rope"
+)
+LATENT_YARN = (
+    "--q-lora-rank 12 --qk-layernorm --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+    " --yarn-beta-fast 2 --yarn-beta-slow 0.2 --mscale 0.7 --mscale-all-dim 0.5"
+)
 MODELS = {
     **EXPERT_MODELS,
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
@@ -45,6 +53,10 @@ MODELS = {
         f"{LLAMA} --kv-channels 16 --use-rope-scaling --rope-scaling-factor 4 --rotary-base 300000 --qk-layernorm"
         f" {GROUPS} 2 --apply-wd-to-qk-layernorm --norm-epsilon 1e-2 --decoupled-lr 2e-3 --decoupled-min-lr 1e-3"
     ),
+    "mla": f"{LLAMA} {LATENT} {LATENT_YARN}",
+    "mla-dropout": f"{DROPOUT} {LATENT} --rope-type rope",  # queries without a rank, no norms of latents
+    "mla-fused": f"{LLAMA} {LATENT} {LATENT_YARN} --mla-down-proj-fusion --optimizer sgd --lr 0.3",
+    "mla-packed": f"{LLAMA} {LATENT} {LATENT_YARN} --reset-position-ids --reset-attention-mask",
     "bf16": f"{DROPOUT} --bf16 --position-embedding-type rope --adam-eps 1e-2",
     "fp16": f"{NO_DROPOUT} --fp16 --loss-scale 256 --swiglu {UNTIED} --decoupled-lr 1e-3 --adam-eps 1e-2",
 }
@@ -277,9 +289,34 @@ MORE_MODELS = {
     "fp16-pp2": ("fp16", PP2, 2, "fp16"),
 }  # fmt: skip
 
+LATENTS = {
+    "mla-tp2": ("mla", TP2, 2),
+    "mla-tp2-sp": ("mla", f"{TP2} {SP}", 2),
+    "mla-tp4-sp-fused": ("mla-fused", f"{TP4} {SP}", 4),
+    "mla-tp2-sp-dropout": ("mla-dropout", f"{TP2} {SP}", 2),
+    "mla-tp2-sp-halves": ("mla", f"{TP2} {SP} --micro-batch-size 2 --tp-comm-overlap", 2),
+    "mla-cp2": ("mla", CP2, 2),
+    "mla-cp2-dropout": ("mla-dropout", CP2, 2),
+    "mla-cp2-allgather": ("mla", f"{CP2} --cp-comm-type allgather", 2),
+    "mla-cp2-a2a-packed": ("mla-packed", f"{CP2} --cp-comm-type a2a", 2),
+    "mla-cp2-tp2-sp": ("mla-fused", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "mla-pp2": ("mla", PP2, 2),
+    "mla-pp2-tp2-sp-zero-bubble": ("mla", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
+    "mla-zero2-gather": ("mla", f"--micro-batch-size 2 {GATHER}", 2),
+    "mla-zero2-tp2": ("mla-dropout", f"{TP2} {GATHER}", 4),
+    "mla-fsdp2": ("mla", f"--micro-batch-size 2 {FSDP}", 2),
+    "mla-recompute-tp2-sp": (
+        "mla", f"{TP2} {SP} --recompute-granularity selective"
+        " --recompute-modules core_attn mla_up_proj layernorm mlp_act", 2,
+    ),
+    "mla-recompute-up-pp2-zero-bubble": (
+        "mla-fused", f"{PP2} {ZB} --recompute-granularity selective --recompute-modules mla_up_proj", 2,
+    ),
+}  # fmt: skip
+
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
-    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MORE_MODELS, **EXPERT_ROWS,
+    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
 }  # fmt: skip
 
 

@@ -32,6 +32,8 @@ TITLES = {
     "flash-attn 3": "flash-attn, FlashAttention 3",
     "flash-attn 4": "flash-attn, FlashAttention 4",
 }
+UNEQUAL_HEADS = ("unfused", "torch", "math")
+"""Kernels that take, over whole sequences, values with heads of another size than keys."""
 _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
     "cudnn": torch_sdpa.cudnn_supports,
     "flash": torch_sdpa.flash_supports,
@@ -54,12 +56,15 @@ class Choice(NamedTuple):
         return f"{TITLES[self.kernel]} ({self.reason})"
 
 
-def request_of(config: TransformerConfig, layer_number: int, form: Form = "whole") -> Request:
-    """The request of a layer (from 1) of a configuration on this machine."""
+def request_of(
+    config: TransformerConfig, layer_number: int, form: Form = "whole", channels: int | None = None
+) -> Request:
+    """The request of a layer (from 1) of a configuration on this machine; ``channels`` of heads where these are not
+    ``config.kv_channels``."""
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,
-        channels=config.kv_channels,
+        channels=channels or config.kv_channels,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
         window=layer_window(config.window_size, config.window_attn_skip_freq, layer_number),
         dropout=config.attention_dropout,
@@ -152,13 +157,15 @@ def without_version_4(request: Request) -> Request:
     return replace(request, flash_packages=tuple(version for version in request.flash_packages if version != 4))
 
 
-def make_kernel(config: TransformerConfig, layer_number: int, scale: float, form: Form) -> tuple[Choice, Kernel]:
+def make_kernel(
+    config: TransformerConfig, layer_number: int, scale: float, form: Form, channels: int | None = None
+) -> tuple[Choice, Kernel]:
     """The choice for a layer, and the kernel with everything set but tensors and mask.
 
     Raises:
         UserError: as :func:`choose_kernel`.
     """
-    request = request_of(config, layer_number, form)
+    request = request_of(config, layer_number, form, channels)
     choice = choose_kernel(request)
     has_bands = form == "ring" and request.window is not None and choice.kernel != "unfused"
     if has_bands and not _bands_are_right_here(choice.kernel, request.channels, request.dtype):

@@ -17,8 +17,8 @@ from megatron.core.description.model import (
 )
 
 SETTINGS = (
-    "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels", "add_bias_linear",
-    "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base", "rotary_percent",
     "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
     "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
@@ -47,7 +47,7 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     kept = Saved("query, key and value", inputs)
     ops = [
         gemm(qkv[0], config, place.seq_length, gradients=inputs, saved=(kept,)),
-        _core(config, place, query, key_value),
+        attention_core(config, place, query, key_value // 2, query),
         gemm(proj[0], config, place.seq_length, saved=(Saved("mixed values", query * item),)),
     ]
     if place.rotary:
@@ -55,21 +55,31 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     head_norms: list[Param] = []
     if config.qk_layernorm and not config.qk_l2_norm:
         head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
+    return Piece("attention", (*qkv, *head_norms, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)
+
+
+def sink_params(config: Config) -> list[Param]:
+    """The logit of each head's sink, where these are learned."""
     learned = config.softmax_type == "learnable"
-    sink = [Param("core_attention.softmax_offset", (heads,), {"tp": 0}, ndim=1)] if learned else []
-    return Piece("attention", (*qkv, *head_norms, *sink, *proj), tuple(ops), settings=SETTINGS)
+    return [Param("core_attention.softmax_offset", (config.num_attention_heads,), {"tp": 0}, ndim=1)] if learned else []
 
 
-def _core(config: Config, place: LayerPlace, query: int, key_value: int) -> Op:
-    """Attention between its projections; what it keeps beside its inputs and its output."""
-    pairs = visible_pairs(config, place.seq_length, place.layer_number)
-    flops = 2.0 * 2.0 * pairs * config.num_attention_heads * config.kv_channels
-    item, heads = activation_bytes(config), config.num_attention_heads // config.tensor_model_parallel_size
+def is_unfused(config: Config) -> bool:
+    """Whether whole sequences are attended to by plain torch, as the settings ask."""
+    return bool(config.attention_dropout) or config.attention_backend in ("unfused", "local")
+
+
+def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int) -> Op:
+    """Attention between its projections; what it keeps beside its inputs and its output. ``query``, ``key`` and
+    ``output`` are elements per token on this rank."""
+    pairs, tp = visible_pairs(config, place.seq_length, place.layer_number), config.tensor_model_parallel_size
+    item, heads = activation_bytes(config), config.num_attention_heads // tp
     kept = 4.0 * heads  # log-sum-exp
     if config.context_parallel_size > 1 or config.softmax_type != "vanilla":
-        kept += query * item  # the ring's output in its own order
-    elif config.attention_dropout or config.attention_backend in ("unfused", "local"):
-        copies = (query + key_value // 2) * item  # of queries and scaled keys, in the order of the GEMM
+        kept += output * item  # the ring's output in its own order
+    elif is_unfused(config):
+        copies = (query + key) * item  # of queries and scaled keys, in the order of the GEMM
         kept = heads * place.seq_length * (2 * item + 1 if config.attention_dropout else item) + copies
     saved = (Saved("attention", kept, ("core_attn",)),)
-    return Op("attention", "attention", flops, gradients=query * item, saved=saved)
+    flops = 2.0 * pairs * tp * (query + output)
+    return Op("attention", "attention", flops, gradients=output * item, saved=saved)

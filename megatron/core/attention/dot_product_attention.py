@@ -15,8 +15,8 @@ import math
 
 from torch import Tensor, nn
 
-from megatron.core.attention.choose import make_kernel
-from megatron.core.attention.context_parallel.forms import WholeSequence, layout_of_layer
+from megatron.core.attention.choose import UNEQUAL_HEADS, make_kernel
+from megatron.core.attention.context_parallel.forms import EqualHeads, WholeSequence, layout_of_layer
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
@@ -33,6 +33,11 @@ from megatron.core.random.dropout import DropoutCoordinates
 class CoreAttention(nn.Module):
     """Query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] of this rank's tokens -> [s, b, a * e].
 
+    Args:
+        softmax_scale: None: 1 / sqrt(d).
+        k_channels: d; None: ``config.kv_channels``.
+        v_channels: e; None: d.
+
     Raises:
         UserError: the kernel that was asked for by name cannot serve here.
     """
@@ -44,6 +49,9 @@ class CoreAttention(nn.Module):
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         *,
         groups: ProcessGroups,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__()
         if config.context_parallel_size != groups.cp.size:
@@ -57,9 +65,15 @@ class CoreAttention(nn.Module):
         self.visibility = Visibility(causal, window)
         self.rate, self.site = config.attention_dropout, ("layer", layer_number, "attention")
         layout = layout_of_layer(config, layer_number, groups)
-        self.choice, kernel = make_kernel(config, layer_number, 1.0 / math.sqrt(config.kv_channels), layout.needs)
+        keys = k_channels or config.kv_channels
+        values = v_channels or keys
+        scale = 1.0 / math.sqrt(keys) if softmax_scale is None else softmax_scale
+        self.choice, kernel = make_kernel(config, layer_number, scale, layout.needs, max(keys, values))
         """The kernel that was chosen, and why."""
         self.form, self.first_head = layout.form(kernel), layout.first_head
+        self._filled = ""
+        if keys != values and (self.choice.kernel not in UNEQUAL_HEADS or not isinstance(self.form, WholeSequence)):
+            self.form, self._filled = EqualHeads(self.form), f", heads of {keys} and {values} channels filled up"
         add_sink(self, config, groups)
 
     def forward(
@@ -82,11 +96,13 @@ class CoreAttention(nn.Module):
     @property
     def description(self) -> str:
         """For the log: the kernel, why, and the form of context parallelism."""
-        if isinstance(self.form, WholeSequence):
-            return str(self.choice)
+        form = self.form.inner if isinstance(self.form, EqualHeads) else self.form
+        words = f"{self.choice}{self._filled}"
+        if isinstance(form, WholeSequence):
+            return words
         if not self.shared:
-            return f"{self.choice}, then the sink by the log-sum-exp"
-        return f"{type(self.form).__name__} over context-parallel ranks, {self.choice}"
+            return f"{words}, then the sink by the log-sum-exp"
+        return f"{type(form).__name__} over context-parallel ranks, {words}"
 
     def _weight_dropout(self, at: DropoutCoordinates | None) -> WeightDropout | None:
         if not self.rate or not self.training:

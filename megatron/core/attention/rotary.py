@@ -50,6 +50,11 @@ class Llama3Scaling:
         return 1.0
 
 
+def sharpening(factor: float, mscale: float) -> float:
+    """YaRN: sqrt of the inverse temperature of an attention that is stretched by ``factor``."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 @dataclass(frozen=True)
 class YarnScaling:
     """YaRN: pairs that make more than beta_fast turns in the original context are kept, less than beta_slow slowed
@@ -81,10 +86,7 @@ class YarnScaling:
     @property
     def concentration(self) -> float:
         """Multiplies cosines and sines: sqrt of the inverse attention temperature."""
-        return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
-
-    def _temperature(self, mscale: float) -> float:
-        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
+        return sharpening(self.factor, self.mscale) / sharpening(self.factor, self.mscale_all_dim)
 
 
 Scaling = Llama3Scaling | YarnScaling
@@ -152,7 +154,7 @@ class RotaryEmbedding(nn.Module):
 def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnScaling:
     """YaRN as a configuration describes it. ValueError where the original context length is needed and missing."""
     original = config.yarn_original_max_position_embeddings
-    if original is None and config.rotary_scaling_factor > 1:
+    if original is None and config.rotary_scaling_factor > 1 and not config.multi_latent_attention:
         raise UserError(
             "position_embedding_type 'yarn' with rotary_scaling_factor > 1 needs "
             "yarn_original_max_position_embeddings, the context length before stretching"
@@ -166,3 +168,22 @@ def yarn_scaling(config: TransformerConfig, max_sequence_length: int) -> YarnSca
         mscale_all_dim=config.mscale_all_dim,
         round_to_int=config.yarn_correction_range_round_to_int,
     )
+
+
+LATENT_CONTEXT = 4096
+"""Context before stretching of multi-latent attention, where nothing says it: DeepSeek's, and Megatron-LM's default."""
+
+
+def latent_rotary(config: TransformerConfig, base: float, percent: float) -> RotaryEmbedding:
+    """The rotation of multi-latent attention. As in Megatron-LM, ``percent`` is one of the plain kind alone."""
+    channels, dtype = config.qk_pos_emb_head_dim, config.params_dtype
+    if config.rope_type == "rope":
+        return RotaryEmbedding(channels, percent, rotary_base=base, dtype=dtype)
+    scaling = yarn_scaling(config, LATENT_CONTEXT)
+    return RotaryEmbedding(channels, rotary_base=base, dtype=dtype, scaling=scaling)
+
+
+def latent_softmax_scale(config: TransformerConfig) -> float:
+    """Of all channels of multi-latent attention's heads, for either kind of rotation."""
+    sharp = sharpening(config.rotary_scaling_factor, config.mscale_all_dim)
+    return sharp**2 / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from megatron.core.config.ranges import Layers
 
-RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_act", "shared_experts")
+RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "mlp_act", "moe", "moe_act", "shared_experts", "mla_up_proj")
 """What selective recomputation knows to drop."""
 
 
@@ -29,7 +29,8 @@ class RecomputeConfig:
     recompute_modules: list[str] | None = None
     """What selective recomputation drops: core_attn (attention between its projections), mlp, layernorm (the outputs of
     a layer's two norms), mlp_act (the output of the feed-forward network's activation), of layers with experts moe
-    (router, experts, and the way between them), moe_act and shared_experts; default: core_attn."""
+    (router, experts, and the way between them), moe_act and shared_experts, mla_up_proj (heads of multi-latent attention, made
+    from their latents); default: core_attn."""
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.memory import RecomputeConfig
+from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
@@ -27,6 +28,9 @@ _RENAMED = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "layernorm_epsilon": "norm_epsilon",
+    "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
 }
 _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu"}
 """Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
@@ -36,6 +40,7 @@ _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", (
 class ModelSettings(
     NetworkSizeConfig,
     AttentionConfig,
+    LatentAttentionConfig,
     MoEConfig,
     InitializationConfig,
     ParallelismConfig,
@@ -136,6 +141,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
                 yield Problem(name, "must be a positive integer", value)
                 return
         yield from self._impossible_heads()
+        yield from self._impossible_latents()
         if self.fp16 and self.bf16:
             yield Problem("fp16", "excludes bf16", True, "choose one of the two")
         if sum((self.swiglu, self.squared_relu, self.quick_geglu)) > 1:
@@ -150,7 +156,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         heads, groups, hidden = self.num_attention_heads, self.num_query_groups, self.hidden_size
         if heads is None or hidden is None:
             return
-        if self.kv_channels is None and hidden % heads:
+        if self.kv_channels is None and hidden % heads and not self.multi_latent_attention:
             yield Problem("num_attention_heads", f"does not divide hidden_size {hidden}", heads, "or give kv_channels")
         if groups is not None and (groups < 1 or heads % groups):
             yield Problem("num_query_groups", f"must divide num_attention_heads {heads}", groups)
@@ -158,12 +164,26 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             size = self.tensor_model_parallel_size
             yield Problem("num_attention_heads", f"is not a multiple of tensor_model_parallel_size {size}", heads)
 
+    def _impossible_latents(self) -> Iterator[Problem]:
+        if not self.multi_latent_attention:
+            return
+        if self.num_query_groups not in (None, self.num_attention_heads):
+            yield Problem("num_query_groups", "excludes multi_latent_attention", self.num_query_groups, "leave it out")
+        for name in ("rotary_interleaved", "qk_l2_norm", "add_qkv_bias"):
+            if getattr(self, name):
+                yield Problem(name, "excludes multi_latent_attention", True, "leave it out")
+        if self.qk_pos_emb_head_dim % 2:
+            yield Problem("qk_pos_emb_head_dim", "must be even: pairs are rotated", self.qk_pos_emb_head_dim)
+        if self.mla_down_proj_fusion and self.q_lora_rank is None:
+            yield Problem("mla_down_proj_fusion", "needs q_lora_rank", True)
+
 
 @dataclass(kw_only=True)
 class MLATransformerConfig(TransformerConfig):
-    """The name that programs import for multi-latent attention, which is not available yet: to make one is refused."""
+    """A transformer with multi-latent attention, with the defaults that Megatron-LM's library has for it (those of its
+    command line are others)."""
 
-    @classmethod
-    def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """What it means in Megatron-LM, where its settings have defaults."""
-        return super().in_our_words({"multi_latent_attention": True, **given})
+    multi_latent_attention: bool = True
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    rotary_scaling_factor: float = 40.0

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from megatron.core.attention.description import describe_attention
+from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.description.model import (
     RESIDUAL_SETTINGS,
     Config,
@@ -69,7 +70,8 @@ def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    attention, mlp = describe_attention(config, place), describe_feed_forward(config, place)
+    describe = describe_latent_attention if config.multi_latent_attention else describe_attention
+    attention, mlp = describe(config, place), describe_feed_forward(config, place)
     return (
         residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
         residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),

@@ -128,12 +128,15 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor | AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """``x`` may be on its way already (:meth:`gather`)."""
-        fused_bias, returned_bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
         if isinstance(x, AutogradHandle):
-            output = self._multiply_gathered(x.wait(), fused_bias)
-        else:
-            output = self._multiply(x, fused_bias)
-        return self._leave(output, self.group), returned_bias
+            return self.of_gathered(x.wait())
+        output = self._multiply(x, None if self.skip_bias_add else self.bias)
+        return self._leave(output, self.group), self.bias if self.skip_bias_add else None
+
+    def of_gathered(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """:meth:`forward`, where the positions of all ranks are here."""
+        output = self._multiply_gathered(x, None if self.skip_bias_add else self.bias)
+        return self._leave(output, self.group), self.bias if self.skip_bias_add else None
 
     def gather(self, x: Tensor) -> AutogradHandle:
         """Starts to collect the positions of all ranks, under sequence parallelism."""
@@ -246,6 +249,29 @@ class RowParallelLinear(nn.Module):
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
+
+
+class ReplicatedLinear(nn.Module):
+    """``Y = X A^T + b`` of the tokens that this rank is given, with the whole of A. Returns (Y, None).
+
+    Under sequence parallelism those are its own positions, so that gradients are partial sums over the group.
+    """
+
+    weight_gradient_store: WeightGradientStore | None = None
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: ModelParallelConfig, init_method: Init, bias: bool = True,
+        groups: ProcessGroups,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
+        placed = {"partial": partial, "groups": groups, "dtype": config.params_dtype}
+        self.weight = parameter((output_size, input_size), init=init_method, **placed)
+        self.bias = parameter((output_size,), init=Zeros(), **placed) if bias else None
+        self.traits = _traits(config, groups)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return parallel_linear(x, self.weight, self.bias, self.traits, self.weight_gradient_store), None
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -4,7 +4,8 @@ selectively: Korthikanti et al. 2022, section 5).
 full       whole layers: of groups of N layers (uniform), or of each of a stage's first N layers (block; of each chunk's
            with virtual stages), only the input is kept
 selective  core_attn: attention between the projections · mlp: the feed-forward network · layernorm: what the two norms
-           of a layer put out · mlp_act: what the activation of the feed-forward network puts out
+           of a layer put out · mlp_act: what the activation of the feed-forward network puts out ·
+           mla_up_proj: heads of multi-latent attention
 
 What is computed again is bit for bit the same: dropout masks are functions of coordinates, and torch's own generators,
 which modules of users may draw from, are set back. Collectives inside run again, on all ranks alike. Gradient hooks and

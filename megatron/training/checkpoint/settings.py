@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
+from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
 from megatron.core.config.cli import FlagSpec, flags_of
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
@@ -30,7 +31,7 @@ SIZES = (
 )  # fmt: skip
 """Taken from the checkpoint only where the command line says nothing."""
 
-ARCHITECTURE = tuple(dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *MLP_SETTINGS)))
+ARCHITECTURE = tuple(dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS)))
 """What the weights of the built-in layers mean: taken from the checkpoint by --use-checkpoint-args, and refused where
 it differs. A model's own description names what its layers add."""
 

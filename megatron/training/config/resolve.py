@@ -54,6 +54,7 @@ def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
         "--delay-wgrad-compute": cfg.delay_wgrad_compute,
         "--tp-comm-overlap": cfg.tp_comm_overlap and tp > 1,
         "--use-torch-fsdp2": cfg.use_torch_fsdp2,
+        "--multi-latent-attention": cfg.multi_latent_attention,
         "--fp32-residual-connection": cfg.fp32_residual_connection,
         f"--pipeline-schedule {cfg.pipeline_schedule}": cfg.pipeline_schedule in ("zero-bubble", "zero-bubble-h2"),
         "--recompute-modules layernorm": "layernorm" in (cfg.recompute_modules or ()),

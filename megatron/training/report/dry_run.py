@@ -96,6 +96,10 @@ def _layout(cfg: PretrainConfig) -> Rows:
 def _model(cfg: PretrainConfig) -> Rows:
     vocab_size, source = vocab_size_of(cfg)
     heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
+    if cfg.multi_latent_attention:
+        sizes = f"{cfg.qk_head_dim} + {cfg.qk_pos_emb_head_dim} rotated (values {cfg.v_head_dim})"
+        ranks = f"{cfg.q_lora_rank or 'none'} for queries, {cfg.kv_lora_rank} for keys and values"
+        heads = f"{cfg.num_attention_heads} heads of {sizes}, latents: {ranks}"
     yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"

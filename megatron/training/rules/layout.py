@@ -70,7 +70,7 @@ def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
     if cfg.use_torch_fsdp2:
         yield problem(cfg, "tp_comm_overlap", "excludes --use-torch-fsdp2, which gathers a layer's weights as a whole")
-    kept = sorted({"mlp", "layernorm"} & set(cfg.recompute_modules or ()))
+    kept = sorted({"mlp", "layernorm", "mla_up_proj"} & set(cfg.recompute_modules or ()))
     if kept:
         reason = f"excludes --recompute-modules {' '.join(kept)}: the other half of a micro-batch runs in between"
         yield problem(cfg, "tp_comm_overlap", reason, "recompute core_attn, mlp_act or whole layers")

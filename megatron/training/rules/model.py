@@ -29,7 +29,7 @@ def layers_of_your_own_are_found(cfg: PretrainConfig) -> Problems:
 
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
     hidden, heads = cfg.hidden_size, cfg.num_attention_heads
-    if not hidden or not heads or heads < 1 or "kv_channels" in cfg.explicit:
+    if not hidden or not heads or heads < 1 or "kv_channels" in cfg.explicit or cfg.multi_latent_attention:
         return
     if hidden % heads and cfg.kv_channels == max(hidden // heads, 1):
         fix = f"nearest width: {max(hidden // heads, 1) * heads}; or give --kv-channels"
@@ -58,6 +58,8 @@ def position_table_is_consistent(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
+    if cfg.multi_latent_attention:
+        return
     rotary = cfg.position_embedding_type in ("rope", "yarn")
     for field in ("use_rope_scaling", "rotary_seq_len_interpolation_factor", "rotary_interleaved"):
         if getattr(cfg, field) and not rotary:
@@ -65,7 +67,7 @@ def rotary_settings_need_rotary_positions(cfg: PretrainConfig) -> Problems:
 
 
 def rotary_channels_are_whole_pairs(cfg: PretrainConfig) -> Problems:
-    if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels:
+    if cfg.position_embedding_type in ("rope", "yarn") and cfg.kv_channels and not cfg.multi_latent_attention:
         channels = int(cfg.kv_channels * cfg.rotary_percent)
         if channels % 2 or not channels:
             reason = f"rotates {channels} of {cfg.kv_channels} channels per head, which is not a number of pairs"
@@ -75,6 +77,52 @@ def rotary_channels_are_whole_pairs(cfg: PretrainConfig) -> Problems:
 def yarn_knows_its_original_context(cfg: PretrainConfig) -> Problems:
     if cfg.position_embedding_type == "yarn" and cfg.yarn_original_max_position_embeddings is None:
         yield missing("yarn_original_max_position_embeddings", "is required by --position-embedding-type yarn")
+
+
+def latent_attention_has_its_sizes(cfg: PretrainConfig) -> Problems:
+    if not cfg.multi_latent_attention:
+        return
+    if "kv_lora_rank" not in cfg.explicit and not cfg.use_checkpoint_args:
+        fix = "for example --kv-lora-rank 512 (Megatron-LM takes 32 where it is left out)"
+        yield missing("kv_lora_rank", "is required by --multi-latent-attention", fix)
+    if cfg.mla_down_proj_fusion and cfg.q_lora_rank is None:
+        yield problem(cfg, "mla_down_proj_fusion", "joins two latents, but queries have none", "give --q-lora-rank")
+    turned = cfg.qk_pos_emb_head_dim
+    width = int(turned * cfg.rotary_percent) if cfg.rope_type == "rope" else turned
+    if width % 2 or not width:
+        field = "rotary_percent" if turned % 2 == 0 else "qk_pos_emb_head_dim"
+        yield problem(cfg, field, f"rotates {width} of {turned} channels, which is not a number of pairs")
+
+
+def latent_attention_stands_alone(cfg: PretrainConfig) -> Problems:
+    """What the other kind of attention has, and this one has not."""
+    if not cfg.multi_latent_attention:
+        return
+    reasons = {
+        "group_query_attention": "shares keys and values among queries, which latents do for all heads",
+        "qk_l2_norm": "scales whole heads; norms of latents are --qk-layernorm",
+        "add_qkv_bias": "is of a projection that multi-latent attention does not have",
+        "rotary_interleaved": "is what multi-latent attention does in any case",
+        "use_rope_scaling": "does not reach multi-latent attention, which stretches by --rotary-scaling-factor",
+        "rotary_seq_len_interpolation_factor":
+            "does not reach multi-latent attention, which stretches by --rotary-scaling-factor",
+    }  # fmt: skip
+    for field, reason in reasons.items():
+        if getattr(cfg, field):
+            yield problem(cfg, field, reason, "leave it out")
+    if cfg.position_embedding_type == "yarn":
+        fix = "--position-embedding-type rope --rope-type yarn"
+        yield problem(cfg, "position_embedding_type", "is not for --multi-latent-attention", fix)
+
+
+def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
+    if cfg.multi_latent_attention:
+        return
+    if "mla_up_proj" in (cfg.recompute_modules or ()):
+        yield problem(cfg, "recompute_modules", "mla_up_proj needs --multi-latent-attention", "leave it out")
+    if cfg.rope_type is not None and cfg.rope_type != cfg.position_embedding_type:
+        fix = f"--position-embedding-type {cfg.rope_type}"
+        yield problem(cfg, "rope_type", "is the rotation of --multi-latent-attention", fix)
 
 
 def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:

@@ -71,6 +71,15 @@ def yarn_tables(mscale=1.0, mscale_all_dim=0.0, factor=4, **others):
     return rotary(width=16, scale=yarn(factor, **others), concentration=concentration)
 
 
+LATENT = "--multi-latent-attention --kv-lora-rank 6"
+LATENT_YARN = f"{LATENT} --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 4000 --yarn-beta-fast 200"
+
+
+def latent(part):
+    """The shape of a weight of the first layer's attention."""
+    return shape(f"{LAYERS}0.self_attention.{part}.weight")
+
+
 ATTENTION = "--attention-backend"
 ROWS = [
     row("--position-embedding-type rope", gives(shape(POSITIONS), None), rotary()),
@@ -96,6 +105,17 @@ ROWS = [
     row("--attention-softmax-in-fp32", changes("gradients"), keeps("initial"), base=f"{BF16} {ATTENTION} unfused"),
     row("--apply-query-key-layer-scaling", changes("gradients"), keeps("initial"),
         base=f"{BF16} {ATTENTION} unfused --num-layers 3 --attention-softmax-in-fp32"),
+    row("--multi-latent-attention", gives(latent("linear_kv_down_proj"), (6 + 64, 32)), rotary(width=64),
+        gives(latent("linear_qkv"), None), base="--kv-lora-rank 6"),
+    row("--q-lora-rank 5", gives(latent("linear_q_up_proj"), (4 * 192, 5)), gives(latent("linear_q_proj"), None),
+        base=LATENT),
+    row("--kv-lora-rank 7", gives(latent("linear_kv_up_proj"), (4 * 256, 7)), base=LATENT),
+    row("--qk-head-dim 9", gives(latent("linear_q_proj"), (4 * 73, 32)), base=LATENT),
+    row("--qk-pos-emb-head-dim 16", gives(latent("linear_q_proj"), (4 * 144, 32)), rotary(width=16), base=LATENT),
+    row("--v-head-dim 11", gives(latent("linear_proj"), (32, 44)), base=LATENT),
+    row("--rope-type rope", rotary(width=64), changes("losses"), keeps("initial"), base=LATENT_YARN),
+    row("--mla-down-proj-fusion", gives(latent("linear_qkv_down_proj"), (5 + 6 + 64, 32)),
+        base=f"{LATENT} --q-lora-rank 5"),
     row("--qk-layernorm", gives(shape(LAYERS + "0.self_attention.q_layernorm.weight"), (8,)), changes("losses")),
     row("--qk-l2-norm", gives(modules("L2Norm"), 4), keeps("initial"), changes("losses")),
     row("--window-size 4,0", changes("losses"), keeps("initial")),

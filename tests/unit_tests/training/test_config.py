@@ -75,10 +75,24 @@ def test_model_parallel_configuration_has_dtypes():
     assert str(ModelParallelConfig(bf16=True).pipeline_dtype) == "torch.bfloat16"
 
 
-def test_latent_attention_is_named_and_refused():
-    assert issubclass(MLATransformerConfig, TransformerConfig)
-    with pytest.raises(ConfigError, match="multi-latent attention is not available yet"):
-        MLATransformerConfig(**SIZES)
+def test_latent_attention_has_the_library_defaults_of_megatron():
+    config = MLATransformerConfig(**SIZES, original_max_position_embeddings=2048, beta_fast=16)
+    assert isinstance(config, TransformerConfig) and config.multi_latent_attention
+    assert (config.q_lora_rank, config.kv_lora_rank, config.rotary_scaling_factor) == (512, 512, 40.0)
+    assert (config.yarn_original_max_position_embeddings, config.yarn_beta_fast) == (2048, 16)
+    assert TransformerConfig(**SIZES).kv_lora_rank == 32 and not TransformerConfig(**SIZES).multi_latent_attention
+
+
+def test_impossible_latents_are_named_at_once():
+    with pytest.raises(ConfigError) as caught:
+        MLATransformerConfig(
+            **SIZES, num_query_groups=2, rotary_interleaved=True, qk_l2_norm=True, add_qkv_bias=True,
+            qk_pos_emb_head_dim=3, mla_down_proj_fusion=True, q_lora_rank=None,
+        )  # fmt: skip
+    assert [problem.flag for problem in caught.value.problems] == [
+        "num_query_groups", "rotary_interleaved", "qk_l2_norm", "add_qkv_bias", "qk_pos_emb_head_dim",
+        "mla_down_proj_fusion",
+    ]  # fmt: skip
 
 
 def test_shared_fields_have_the_same_default_in_library_and_program():

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.attention.context_parallel import zigzag
@@ -157,6 +158,19 @@ class WholeSequence:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
         assert sink is None, "a sink needs a form with the log-sum-exp"
         return self.kernel.attend(query, key, value, mask)
+
+
+@dataclass(frozen=True)
+class EqualHeads:
+    """``inner`` for kernels and forms whose keys and values have heads of one size: zeros fill up the smaller ones."""
+
+    inner: Attention
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
+        """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
+        width = max(key.shape[-1], value.shape[-1])
+        query, key, filled = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        return self.inner(query, key, filled, mask, sink)[..., : value.shape[-1]]
 
 
 @dataclass(frozen=True)

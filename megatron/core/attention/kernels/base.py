@@ -36,7 +36,7 @@ class Request:
     """``--attention-backend``."""
     dtype: torch.dtype
     channels: int
-    """Head dim."""
+    """Head dim; the larger one where keys and values differ, to which kernels of equal ones get the other filled up."""
     capability: tuple[int, int] | None
     """Compute capability of the GPU; None: there is none."""
     window: Window | None = None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.errors import UserError
 from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import Backend, get_backend
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -29,18 +32,43 @@ def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: 
     return L2Norm(eps)
 
 
-def layer_spec(
-    backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False, experts: bool = False
-) -> ModuleSpec:
-    """A GPT layer of one backend, dense or with ``experts``."""
+def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+    column, latent_norm = backend.column_parallel_linear, backend.norm if qk_layernorm else None
+    slots = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=ReplicatedLinear,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=ReplicatedLinear,
+        linear_kv_up_proj=column,
+        core_attention=CoreAttention,
+        linear_proj=backend.row_parallel_linear,
+        q_layernorm=latent_norm,
+        kv_layernorm=latent_norm,
+        linear_qkv_down_proj=ReplicatedLinear,
+    )
+    return ModuleSpec(MLASelfAttention, submodules=slots)
+
+
+def _self_attention(backend: Backend, qk_layernorm: bool, qk_l2_norm: bool) -> ModuleSpec:
     head_norm = _l2_norm if qk_l2_norm else backend.norm if qk_layernorm else None
-    attention = SelfAttentionSubmodules(
+    slots = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear,
         core_attention=backend.core_attention,
         linear_proj=backend.row_parallel_linear,
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
+    return ModuleSpec(SelfAttention, submodules=slots)
+
+
+def layer_spec(
+    backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False, multi_latent_attention: bool = False,
+    experts: bool = False,
+) -> ModuleSpec:  # fmt: skip
+    """A GPT layer of one backend, dense or with ``experts``."""
+    attention = _self_attention(backend, qk_layernorm, qk_l2_norm)
+    if multi_latent_attention:
+        attention = _latent_attention(backend, qk_layernorm)
     linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
     mlp = ModuleSpec(MLP, submodules=linears)
     if experts:
@@ -49,16 +77,11 @@ def layer_spec(
         backend.layer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=backend.norm,
-            self_attention=ModuleSpec(SelfAttention, submodules=attention),
+            self_attention=attention,
             pre_mlp_layernorm=backend.norm,
             mlp=mlp,
         ),
     )
-
-
-def _refuse_unavailable(multi_latent_attention: bool) -> None:
-    if multi_latent_attention:
-        raise UserError("multi_latent_attention: not available yet")
 
 
 def get_gpt_layer_local_spec(
@@ -74,10 +97,10 @@ def get_gpt_layer_local_spec(
     """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
     follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
     _accept(accepted)
-    _refuse_unavailable(multi_latent_attention)
     return layer_spec(
-        get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts)
-    )
+        get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts),
+        multi_latent_attention=multi_latent_attention,
+    )  # fmt: skip
 
 
 def get_gpt_layer_with_transformer_engine_spec(
@@ -93,10 +116,10 @@ def get_gpt_layer_with_transformer_engine_spec(
     """A layer of Transformer Engine modules; ValueError with the command that installs the package where it is
     missing. Arguments as of :func:`get_gpt_layer_local_spec`."""
     _accept(accepted)
-    _refuse_unavailable(multi_latent_attention)
     return layer_spec(
-        get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts)
-    )
+        get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts),
+        multi_latent_attention=multi_latent_attention,
+    )  # fmt: skip
 
 
 def get_gpt_decoder_block_spec(
@@ -105,9 +128,9 @@ def get_gpt_decoder_block_spec(
     """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
     _accept({*accepted} - {"qk_l2_norm"})
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    norms = {"qk_layernorm": config.qk_layernorm, "qk_l2_norm": config.qk_l2_norm}
+    kinds = {name: getattr(config, name) for name in ("qk_layernorm", "qk_l2_norm", "multi_latent_attention")}
     layers = [
-        layer_spec(backend, **norms, experts=has_experts(config, number)) for number in range(1, config.num_layers + 1)
+        layer_spec(backend, **kinds, experts=has_experts(config, number)) for number in range(1, config.num_layers + 1)
     ]
     return TransformerBlockSubmodules(layers, backend.norm)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, yarn_scaling
+from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
@@ -273,6 +273,8 @@ def _rotary(
     """The rotary embedding that a position embedding type names; None for the types without one."""
     if kind not in ("learned_absolute", "rope", "yarn", "none"):
         raise UserError(f"position_embedding_type {kind!r}: GPT models take learned_absolute, rope, yarn or none")
+    if config.multi_latent_attention:
+        return latent_rotary(config, base, percent)
     if kind not in ("rope", "yarn"):
         return None
     return RotaryEmbedding(

@@ -10,7 +10,7 @@ from megatron.core.config import absent
 from megatron.core.config.cli import ConfigError, flag_table, normalize
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer import TransformerConfig
 from megatron.training.arguments import flag_specs, parse_args
 
 TINY = (
@@ -146,7 +146,6 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     config = TransformerConfig(**SIZES, num_moe_experts=None, moe_router_topk=2, fp8=None, batch_p2p_comm=True,
                                deallocate_pipeline_outputs=True, mtp_num_layers=None)  # fmt: skip
     assert config.num_moe_experts is None and config.moe_grouped_gemm is False and config.deallocate_pipeline_outputs
-    assert TransformerConfig(**SIZES, kv_lora_rank=32).v_head_dim == 128
     assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
@@ -156,8 +155,6 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
         "mtp_num_layers 1: exists in Megatron-LM, is not available here; leave it out",
         "num_moe_experts 8: mixture of experts is not available yet; leave it out",
     ]
-    with pytest.raises(ConfigError, match="multi_latent_attention True: multi-latent attention is not available yet"):
-        MLATransformerConfig(**SIZES)
     with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):
         TransformerConfig(**SIZES, enable_autocast=True)
     with pytest.raises(TypeError, match="hiden_size"):

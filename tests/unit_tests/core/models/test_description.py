@@ -17,6 +17,13 @@ from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
+}  # fmt: skip
+DEEPSEEK_V3_DENSE = TransformerConfig(
+    num_layers=3, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128, swiglu=True, qk_layernorm=True,
+    normalization="RMSNorm", add_bias_linear=False, multi_latent_attention=True, q_lora_rank=1536, kv_lora_rank=512,
+)  # fmt: skip
 LLAMA_3_8B = TransformerConfig(
     num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8, swiglu=True,
     normalization="RMSNorm", add_bias_linear=False,
@@ -41,9 +48,18 @@ def test_llama_3_8b_has_its_8_030_261_248_parameters():
     assert described(LLAMA_3_8B, 128256, 8192, position_embedding_type="rope").num_parameters == 8_030_261_248
 
 
+def test_a_dense_layer_of_deepseek_v3_has_its_583_485_440_parameters():
+    """Published weights: layer 0 of 61, of which attention has 187 107 328 with its two latent norms."""
+    model = described(DEEPSEEK_V3_DENSE, 129280, 4096, position_embedding_type="rope")
+    attention, mlp = (branch.num_parameters for branch in model.layers[0])
+    assert (attention, mlp) == (187_107_328 + 7168, 3 * 7168 * 18432 + 7168)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
+        LATENT,
+        {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "mla_down_proj_fusion": True},
         {},
         {"swiglu": True, "num_query_groups": 2, "kv_channels": 12},
         {"quick_geglu": True, "num_query_groups": 1, "ffn_hidden_size": 56, "add_bias_linear": False},
@@ -67,7 +83,8 @@ def test_the_formula_equals_a_counted_trace(overrides):
     tokens = torch.randint(0, vocab, (batch, length))
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(length).expand(batch, -1), labels=tokens).sum().backward()
-    scores = 3 * 2 * 2 * config.num_layers * config.num_attention_heads * config.kv_channels * length**2
+    channels = 12 + 6 if config.multi_latent_attention else 2 * config.kv_channels
+    scores = 3 * 2 * config.num_layers * config.num_attention_heads * channels * length**2
     padding = 3 * 2 * length * config.hidden_size * (padded - vocab)
     formula = gpt_flops_per_sample(config, vocab_size=vocab, seq_length=length)
     assert counter.get_total_flops() / batch == formula + scores / 2 + padding
@@ -99,6 +116,9 @@ SPECS = {
     "qwen2": {"swiglu": True, "num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True},
     "qwen3": {"swiglu": True, "qk_layernorm": True, "kv_channels": 12, "normalization": "RMSNorm"},
     "llama4": {"qk_l2_norm": True, "qk_layernorm": True, "quick_geglu": True, "ffn_hidden_size": 56},
+    "latent": LATENT,
+    "deepseek": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "swiglu": True, "normalization": "RMSNorm"},
+    "fused-latents": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "mla_down_proj_fusion": True},
     "nemotron": {"squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
 }
 

@@ -232,7 +232,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
         "--expert-model-parallel-size 2", "--ckpt-convert-format torch", "--mask-prob 0.2",
         "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
         "--use-megatron-fsdp",
-        "--multi-latent-attention", "--optimizer-cpu-offload",
+        "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],
 )  # fmt: skip

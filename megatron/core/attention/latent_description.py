@@ -1,0 +1,88 @@
+"""Describes the multi-latent attention of ``transformer/multi_latent_attention.py``. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron.core.attention.description import attention_core, is_unfused, sink_params
+from megatron.core.description.model import (
+    Config,
+    LayerPlace,
+    Op,
+    Param,
+    Piece,
+    Saved,
+    activation_bytes,
+    gemm,
+    linear,
+    norm,
+)
+
+SETTINGS = (
+    "multi_latent_attention", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
+    "qk_pos_emb_head_dim", "v_head_dim", "rope_type", "mla_down_proj_fusion", "add_bias_linear", "qk_layernorm",
+    "rotary_base", "rotary_percent", "rotary_scaling_factor", "mscale", "mscale_all_dim", "window_size",
+    "window_attn_skip_freq", "apply_query_key_layer_scaling", "softmax_type",
+)  # fmt: skip
+"""Settings that its weights depend on."""
+
+
+def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
+    """Projections to latents and up from them, attention, output projection."""
+    heads, value, item = config.num_attention_heads, config.v_head_dim, activation_bytes(config)
+    local, key = heads // config.tensor_model_parallel_size, config.qk_head_dim + config.qk_pos_emb_head_dim
+    params, ops = _projections(config, place.seq_length)
+    # flash kernels and blocks of keys take heads of one size; elsewhere values are kept with what they were split from
+    unfused = item > 2 or is_unfused(config)
+    in_blocks = config.context_parallel_size > 1 or config.softmax_type != "vanilla"
+    is_filled = key != value and (in_blocks or not unfused)
+    width = max(key, value)
+    kept = local * (2 * key + (width if is_filled else config.qk_head_dim + value)) * item
+    heads_kept = Saved("query, key and value", kept, ("mla_up_proj",))
+    ops.append(Op("rotary", "rotary", traffic=4.0 * item * local * 2 * key, gradients=kept, saved=(heads_kept,)))
+    core = attention_core(config, place, local * key, local * key, local * value)
+    if is_filled:
+        core = replace(core, saved=(*core.saved, Saved("filled output", local * width * item, ("core_attn",))))
+    proj = linear("linear_proj", (config.hidden_size,), heads * value, 1, bias=config.add_bias_linear)
+    mixed = Saved("mixed values", local * value * item)
+    ops += [core, gemm(proj[0], config, place.seq_length, saved=(mixed,))]
+    return Piece("attention", (*params, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)
+
+
+def _projections(config: Config, tokens: int) -> tuple[list[Param], list[Op]]:
+    """Down to the latents and up from them, in the order in which they are built."""
+    hidden, heads, query_rank, rank = (
+        config.hidden_size, config.num_attention_heads, config.q_lora_rank, config.kv_lora_rank
+    )  # fmt: skip
+    key, key_value = config.qk_head_dim + config.qk_pos_emb_head_dim, config.qk_head_dim + config.v_head_dim
+    fused, both = config.mla_down_proj_fusion, rank + config.qk_pos_emb_head_dim
+    params: list[Param] = []
+    ops: list[Op] = []
+
+    def down(name: str, size: int) -> None:
+        params.append(Param(f"{name}.weight", (size, hidden)))
+        ops.append(gemm(params[-1], config, tokens))
+
+    def up(name: str, norm_name: str, size: int, out: int) -> None:
+        """With the norm before it, which keeps the latent as the GEMM keeps what it gets: of this rank's positions."""
+        per_rank = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        kept = size / per_rank * activation_bytes(config)
+        if config.qk_layernorm:
+            params.extend(norm(norm_name, size, config))
+            ops.append(Op("norm", norm_name, traffic=8.0 * kept, saved=(Saved("latent", kept),)))
+        params.extend(linear(name, (out,), size, 0, bias=False))
+        ops.append(gemm(params[-1], config, tokens, saved=(Saved("normed latent", kept),)))
+
+    if fused:
+        down("linear_qkv_down_proj", query_rank + both)
+    elif query_rank is not None:
+        down("linear_q_down_proj", query_rank)
+    if query_rank is None:
+        params.extend(linear("linear_q_proj", (heads * key,), hidden, 0, bias=False))
+        ops.append(gemm(params[-1], config, tokens))
+    else:
+        up("linear_q_up_proj", "q_layernorm", query_rank, heads * key)
+    if not fused:
+        down("linear_kv_down_proj", both)
+    up("linear_kv_up_proj", "kv_layernorm", rank, heads * key_value)
+    return params, ops

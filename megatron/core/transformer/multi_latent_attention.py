@@ -1,0 +1,197 @@
+"""Multi-latent attention: queries, keys and values of low rank (DeepSeek-V2, section 2.1).
+
+    [still, turned] of each query head = norm(x Dq) Uq             (x Wq without a rank for queries)
+    latent, turned key = x Dkv
+    [still key, value] of each head    = norm(latent) Ukv
+
+Positions rotate the turned channels alone, neighbours in pairs; their key is one for all heads. Norms are there with
+``qk_layernorm`` only. Tensor-parallel ranks each hold the down projections, and split the up projections by heads:
+under sequence parallelism latents of this rank's positions are computed, and gathered in place of the wider stream.
+
+Legend: s sequence, b batch, h hidden, a heads (local), d channels of a query or key head, e of a value head, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.attention.latent_description import describe_latent_attention
+from megatron.core.attention.rotary import RotaryTables, latent_softmax_scale
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.enums import AttnMaskType
+from megatron.core.fusions.split_rotary import choose_rotary
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel.autograd_handle import start_all_gather
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.norm import IdentityOp, make_norm
+from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
+from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+Slot = ModuleSpec | Callable[..., Any] | None
+Heads = tuple[Tensor, Tensor, Tensor]
+Tables = RotaryTables | None
+
+
+@dataclass
+class MLASelfAttentionSubmodules:
+    """Slots of :class:`MLASelfAttention`; of those of queries the configuration takes what it needs. Norms left None
+    follow the configuration."""
+
+    linear_q_proj: Slot = None
+    linear_q_down_proj: Slot = None
+    linear_q_up_proj: Slot = None
+    linear_kv_down_proj: Slot = None
+    linear_kv_up_proj: Slot = None
+    core_attention: Slot = None
+    linear_proj: Slot = None
+    q_layernorm: Slot = None
+    kv_layernorm: Slot = None
+    linear_qkv_down_proj: Slot = None
+
+
+class MLASelfAttention(nn.Module):
+    """[s, b, h] -> [s, b, h]."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        layer_number: int = 1,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        groups: ProcessGroups,
+    ) -> None:
+        super().__init__()
+        self._still, self._turned, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        self._ranks = config.q_lora_rank, config.kv_lora_rank
+        self._build_projections(config, submodules, groups)
+        self.core_attention = build_module(
+            submodules.core_attention, config, layer_number, attn_mask_type, groups=groups,
+            softmax_scale=latent_softmax_scale(config), k_channels=self._still + self._turned, v_channels=self._value,
+        )  # fmt: skip
+        self.linear_proj = build_module(
+            submodules.linear_proj, config.num_attention_heads * self._value, config.hidden_size, config=config,
+            init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
+        )  # fmt: skip
+        self._run_up, self._run_core = run_of(config, "mla_up_proj"), run_of(config, "core_attn")
+        self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
+        self._group = groups.tp
+        # each rank's heads see the one rotated key: its gradient is the sum of theirs
+        self._for_all_heads: Callable[..., Tensor] = copy_to_tensor_model_parallel_region
+        if groups.stream(config.sequence_parallel).size > 1:
+            self._for_all_heads = gather_from_sequence_parallel_region
+
+    def _build_projections(
+        self, config: TransformerConfig, slots: MLASelfAttentionSubmodules, groups: ProcessGroups
+    ) -> None:
+        query_rank, rank = self._ranks
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        query_width, width = heads * (self._still + self._turned), heads * (self._still + self._value)
+
+        def linear(slot: Slot, into: int, out: int) -> nn.Module:
+            placed = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
+            assert slot is not None, "a slot of this configuration's projections is empty"
+            return build_module(slot, into, out, **placed)
+
+        def latent_norm(slot: Slot, size: int) -> nn.Module:
+            if slot is None and not config.qk_layernorm:
+                return IdentityOp()
+            return build_module(slot or make_norm, config, size, config.norm_epsilon, groups=groups)
+
+        self._down = self._queries_of_stream
+        if config.mla_down_proj_fusion:
+            self._down = self._latents_of_one_weight
+            self.linear_qkv_down_proj = linear(
+                slots.linear_qkv_down_proj or slots.linear_kv_down_proj, hidden, (query_rank or 0) + rank + self._turned
+            )
+        elif query_rank is not None:
+            self._down = self._latents_of_two_weights
+            self.linear_q_down_proj = linear(slots.linear_q_down_proj, hidden, query_rank)
+        if query_rank is None:
+            self.linear_q_proj = linear(slots.linear_q_proj, hidden, query_width)
+        else:
+            self.q_layernorm = latent_norm(slots.q_layernorm, query_rank)
+            self.linear_q_up_proj = linear(slots.linear_q_up_proj, query_rank, query_width)
+        if not config.mla_down_proj_fusion:
+            self.linear_kv_down_proj = linear(slots.linear_kv_down_proj, hidden, rank + self._turned)
+        self.kv_layernorm = latent_norm(slots.kv_layernorm, rank)
+        self.linear_kv_up_proj = linear(slots.linear_kv_up_proj, rank, width)
+
+    describe = staticmethod(describe_latent_attention)
+
+    @property
+    def _linear_query(self) -> Any:
+        """Puts out the queries."""
+        return self.linear_q_proj if self._ranks[0] is None else self.linear_q_up_proj
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its collectives can be left under way."""
+        return all(can_overlap(first, self.linear_proj) for first in (self._linear_query, self.linear_kv_up_proj))
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        return drain(self.segments(hidden_states, ctx))
+
+    def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """The same, stopping where a collective may be under way."""
+        source, rest = self._down(hidden_states)
+        # contiguous: what is kept of a part must not be the whole
+        latent, turned_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
+        parts, heads = (source, self.kv_layernorm(latent), turned_key), self._heads
+        if ctx.overlap:  # one message: engines carry few at a time
+            gathering, heads = start_all_gather(torch.cat(parts, dim=-1), self._group), self._heads_of_gathered
+            yield
+            parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
+        else:
+            yield
+        query, key, value = self._run_up(heads, *parts, ctx.rotary_pos_emb)
+        mixed = self._run_core(
+            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
+        )
+        yield
+        summing = leave(self.linear_proj, mixed, ctx)
+        yield
+        return finish(self.linear_proj, summing, ctx)
+
+    def _queries_of_stream(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What queries are made of, and the latent of keys and values beside the turned key."""
+        return x, self.linear_kv_down_proj(x)[0]
+
+    def _latents_of_two_weights(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_layernorm(self.linear_q_down_proj(x)[0]), self.linear_kv_down_proj(x)[0]
+
+    def _latents_of_one_weight(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        query_rank, rank = self._ranks
+        query, rest = self.linear_qkv_down_proj(x)[0].split((query_rank, rank + self._turned), dim=-1)
+        return self.q_layernorm(query.contiguous()), rest
+
+    def _heads(self, source: Tensor, latent: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
+        """Query and key [s, b, a, d], value [s, b, a, e]."""
+        turned_key = self._for_all_heads(turned_key, self._group)
+        return self._split(self._linear_query(source)[0], self.linear_kv_up_proj(latent)[0], turned_key, tables)
+
+    def _heads_of_gathered(self, source: Tensor, latent: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
+        """The same from the positions of all ranks."""
+        query, key_value = self._linear_query.of_gathered(source)[0], self.linear_kv_up_proj.of_gathered(latent)[0]
+        return self._split(query, key_value, turned_key, tables)
+
+    def _split(self, query: Tensor, key_value: Tensor, turned_key: Tensor, tables: Tables) -> Heads:
+        query = query.unflatten(-1, (-1, self._still + self._turned))
+        key, value = key_value.unflatten(-1, (-1, self._still + self._value)).split((self._still, self._value), dim=-1)
+        turned_key = turned_key.unsqueeze(2)
+        if tables is not None:
+            still, turned = query.split((self._still, self._turned), dim=-1)
+            query = torch.cat((still, self._rotated(turned, *tables, True)), dim=-1)
+            turned_key = self._rotated(turned_key, *tables, True)
+        return query, torch.cat((key, turned_key.expand(-1, -1, key.shape[2], -1)), dim=-1), value
