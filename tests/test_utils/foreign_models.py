@@ -237,7 +237,34 @@ def deepseek(attention, yarn=False, **settings):
     )  # fmt: skip
 
 
+STRETCHED = {"factor": 40.0, "original_max_position_embeddings": 16}
+
+
+def dense_deepseek(flags, yarn=None, **settings):
+    """DeepSeek-V3 whose layers are all dense; ``yarn``: weights of the temperature."""
+    positions = rope() if yarn is None else rope(kind="yarn", **STRETCHED, **yarn)
+    latent = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "rms_norm_eps": 1e-6}
+    return Family(
+        "DeepseekV3", LLAMA,
+        {**GATED, **positions, **latent, "q_lora_rank": 16, "first_k_dense_replace": LAYERS, **settings},
+        f"{ROPE} --normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-6 --swiglu --ffn-hidden-size 48"
+        f" {UNTIED} --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
+        f" --qk-layernorm {flags}",
+    )  # fmt: skip
+
+
+STRETCH = "--rotary-scaling-factor 40 --yarn-original-max-position-embeddings 16"
 MODELS = {
+    "deepseek-v3-dense": dense_deepseek(
+        f"--q-lora-rank 16 {STRETCH} --mscale-all-dim 1", {"mscale": 1.0, "mscale_all_dim": 1.0}
+    ),
+    "deepseek-v3-dense-other-temperature": dense_deepseek(
+        f"--q-lora-rank 16 {STRETCH} --mscale 0.7 --mscale-all-dim 0.5", {"mscale": 0.7, "mscale_all_dim": 0.5}
+    ),
+    "deepseek-v3-dense-plain-rotation": dense_deepseek("--q-lora-rank 16 --rope-type rope"),
+    "deepseek-v3-dense-queries-of-the-stream": dense_deepseek(
+        "--rotary-base 500", q_lora_rank=None, **rope(500.0)
+    ),
     "gpt2": Family("GPT2", GPT2, GPT2_SETTINGS, "--norm-epsilon 1e-3"),
     "gpt2-exact-gelu": Family(
         "GPT2", GPT2, {**GPT2_SETTINGS, "activation_function": "gelu"}, "--norm-epsilon 1e-3 --no-bias-gelu-fusion"

@@ -18,7 +18,8 @@ from megatron.core.description.model import (
 
 SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
-    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base",
+    "rotary_percent",
     "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
     "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip

@@ -29,8 +29,8 @@ class RecomputeConfig:
     recompute_modules: list[str] | None = None
     """What selective recomputation drops: core_attn (attention between its projections), mlp, layernorm (the outputs of
     a layer's two norms), mlp_act (the output of the feed-forward network's activation), of layers with experts moe
-    (router, experts, and the way between them), moe_act and shared_experts, mla_up_proj (heads of multi-latent attention, made
-    from their latents); default: core_attn."""
+    (router, experts, and the way between them), moe_act and shared_experts, mla_up_proj (the heads that multi-latent
+    attention makes of latents); default: core_attn."""
 
     distribute_saved_activations: bool = False
     """Split the saved inputs of recomputed layers over the tensor-parallel ranks."""
