@@ -9,11 +9,10 @@ With P_be the mean score of an expert over a sequence (scores of a token add up 
     global_load_balancing_loss   global_aux_loss                                   f: of the last complete global batch
     z_loss                       --moe-z-loss-coeff
 
-Choices count here as a plain top-k of the logits makes them: without expert bias, groups and capacity. Once they are
-counted every loss is linear in the scores, so that all of them together are one slope per sequence and expert.
+Choices count here as a plain top-k of the logits makes them: without expert bias, groups and capacity.
 
 Each is a mean over the tokens of the global batch, as the main loss: a sequence counts as often as it has tokens whose
-loss counts. Micro-batch size and layout change none of them but ``aux_loss``, whose definition names the micro-batch.
+loss counts, in what is logged too. Micro-batch size and layout change none of them but ``aux_loss``, whose definition names the micro-batch.
 ``global_aux_loss`` differs from Megatron-LM, whose f is the running mean over the micro-batches so far and thus depends
 on their order: here f is that of the last complete global batch (equal fractions before the first).
 
@@ -117,23 +116,25 @@ def side_loss(
     """(share of the sum of all losses, each times its coefficient and the tokens it stands for; statistics).
 
     ``logits`` [s, b, e]; ``tokens_b`` [b] as in :class:`SideLosses`; ``length`` is that of whole sequences. A statistic
-    is (share of the loss without coefficient, times all tokens it stands for; this rank's tokens).
+    is (share of the loss without coefficient, times the tokens it stands for; share of those tokens).
     """
     tokens_b = tokens_b.to(maths_dtype(logits))
-    num_local = tokens_b.new_full((), logits.shape[0] * logits.shape[1])  # new_tensor would wait for the device
+    count = tokens_b.sum() * (logits.shape[0] / length)
     loss, statistics = tokens_b.new_zeros(()), {}
+
+    def add(name: str, coefficient: float, share: Tensor) -> None:
+        nonlocal loss
+        loss = loss + coefficient * share
+        statistics[name] = torch.stack((share.detach(), count))
+
     if fractions:
         sums_be = balanced_scores(logits, rule.score_function).sum(0)
-        slope_be = torch.zeros_like(sums_be)
         for name, f_be in fractions.items():
             # a loss per micro-batch has no sequence of its own: it counts alike for all of them
             weight_b = tokens_b.mean().expand_as(tokens_b) if name == "aux_loss" else tokens_b
-            slope_be = slope_be + f_be * (weight_b * (rule.coefficient_of[name] * f_be.shape[-1] / length))[:, None]
-            share = f_be.shape[-1] * (f_be * sums_be.detach()).sum()
-            statistics[STATISTICS[name]] = torch.stack((share, num_local))
-        loss = loss + (slope_be * sums_be).sum()
+            share = (f_be * sums_be * weight_b[:, None]).sum() * (f_be.shape[-1] / length)
+            add(STATISTICS[name], rule.coefficient_of[name], share)
     if rule.z_coefficient:
         z_b = logits.to(tokens_b.dtype).logsumexp(-1).square().sum(0)
-        statistics["z_loss"] = torch.stack((z_b.detach().sum(), num_local))
-        loss = loss + (z_b * tokens_b).sum() * (rule.z_coefficient / length)
+        add("z_loss", rule.z_coefficient, (z_b * tokens_b).sum() / length)
     return loss, statistics

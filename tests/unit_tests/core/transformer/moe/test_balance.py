@@ -76,11 +76,11 @@ def test_losses_and_their_gradients_follow_the_definition(setting, function):
         if name in coefficients:
             values = [loss_by_definition(part, function, last) for part in parts]
             expected = expected + coefficients[name] * sum(v * n for v, n in zip(values, TOKENS))
-            logged[label] = sum(values) / B
+            logged[label] = sum(v * n for v, n in zip(values, TOKENS)) / TOKENS.sum()
     if rule.z_coefficient:
         values = [z_by_definition(part) for part in parts]
         expected = expected + 0.2 * sum(v * n for v, n in zip(values, TOKENS))
-        logged["z_loss"] = sum(values) / B
+        logged["z_loss"] = sum(v * n for v, n in zip(values, TOKENS)) / TOKENS.sum()
     (gradient,) = torch.autograd.grad(expected, logits)
 
     counts = choice_counts(top_k(logits.detach(), K), E, DOUBLE)
@@ -89,7 +89,7 @@ def test_losses_and_their_gradients_follow_the_definition(setting, function):
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient)
     assert statistics.keys() == logged.keys() == rule.statistics.keys()
     for name, (total, count) in statistics.items():
-        assert count == S * B and (total / count).item() == pytest.approx(logged[name].item(), rel=1e-12)
+        assert count == TOKENS.sum() and (total / count).item() == pytest.approx(logged[name].item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
