@@ -65,6 +65,9 @@ class Normal:
 class XavierUniform:
     """Uniform on +-sqrt(6 / (fan_in + fan_out)) of the whole global matrix (leading logical dims folded)."""
 
+    stacked: int = 0
+    """First logical dims that count matrices instead, as experts do."""
+
 
 @dataclass(frozen=True)
 class AsBuilt:
@@ -376,7 +379,7 @@ def fill_parameter(param: Tensor, spec: ParameterSpec, name: str, seed: int, gro
     if isinstance(spec.init, Normal):
         values.mul_(spec.init.std)
     else:
-        bound = math.sqrt(6.0 / (math.prod(spec.shape[:-1]) + spec.shape[-1]))
+        bound = math.sqrt(6.0 / (math.prod(spec.shape[spec.init.stacked : -1]) + spec.shape[-1]))
         values.mul_(2 * bound).sub_(bound)
     target.copy_(values.view(held.lengths))
 

@@ -26,7 +26,7 @@ from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gradient
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Init, Shard, Zeros, parameter
+from megatron.core.sharding.placement import Init, Shard, XavierUniform, Zeros, parameter
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.tensor_parallel.linear import (
     FusedGradParam,
@@ -140,7 +140,8 @@ class GroupedLinear(nn.Module):
         shape, split = (config.num_moe_experts, *size.shape), 1 + size.split_dim
         placed: dict[str, Any] = {"groups": groups, "dtype": config.params_dtype, "ndim": 2}
         mesh = {"ep": Shard(0), "etp": Shard(len(shape) if splits_input else split)}
-        self.weight = parameter((*shape, input_size), init=init_method, mesh=mesh, **placed)
+        init = XavierUniform(stacked=1) if isinstance(init_method, XavierUniform) else init_method
+        self.weight = parameter((*shape, input_size), init=init, mesh=mesh, **placed)
         self.bias: nn.Parameter | None = None
         if config.add_bias_linear:
             where = {"ep": Shard(0)} if splits_input else mesh

@@ -102,6 +102,14 @@ def test_distributions_have_their_declared_width():
     assert model.xavier.abs().max() <= bound and model.xavier.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
 
 
+def test_experts_have_the_xavier_values_of_one_matrix_each():
+    model = nn.Module()
+    model.experts = parameter((8, 2, 30, 40), init=XavierUniform(stacked=1), ndim=2)
+    initialize_parameters(model, 1, SINGLE_PROCESS)
+    bound = (6 / (60 + 40)) ** 0.5
+    assert 0.99 * bound < model.experts.abs().max() <= bound
+
+
 def test_seeds_and_names_give_different_values():
     def values(seed, name):
         model = nn.Module()
