@@ -14,7 +14,7 @@ import pytest
 
 from tests.reference import random_numbers, settings, training
 from tests.test_utils import reference_runs
-from tests.test_utils.reference_table import ROWS
+from tests.test_utils.reference_table import AWAITED, ROWS
 
 REFERENCE = Path(settings.__file__).parent
 
@@ -41,7 +41,7 @@ def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, name):
 
 
 def test_every_setting_takes_another_value_than_its_default():
-    rows = [settings.read(reference_runs.command_line(flags)) for flags, _ in ROWS.values()]
+    rows = [settings.read(reference_runs.command_line(flags)) for flags, _ in (ROWS | AWAITED).values()]
     for name, default in settings.DEFAULTS.items():
         values = {repr(getattr(row, name)) for row in rows}
         assert len(values) > 1 or values != {repr(default)}, f"no row sets {name}"
@@ -68,8 +68,9 @@ def test_the_reference_imports_nothing_of_the_program():
 
 
 def test_the_reference_stays_short_enough_to_be_read_as_documentation():
+    """600 lines for dense models, 300 for experts, latent attention and multi-token prediction."""
     lines = [line for file in REFERENCE.glob("*.py") for line in file.read_text().splitlines()]
-    assert sum(bool(line.strip()) for line in lines) <= 600
+    assert sum(bool(line.strip()) for line in lines) <= 900
 
 
 def test_philox_gives_the_published_numbers():

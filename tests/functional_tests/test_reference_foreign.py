@@ -12,10 +12,11 @@ from tests.reference.data import Batch
 from tests.reference.experts import Router
 from tests.reference.model import Model
 from tests.reference.weights import head_dim, num_groups
-from tests.test_utils.foreign_models import LENGTH, MODELS, VOCAB, build, flags_of, to_ours
+from tests.test_utils.foreign_models import LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of, to_ours
 
 pytest.importorskip("transformers", reason="pip install transformers: it is what the reference is compared with")
 
+FAMILIES = {**MODELS, **MIXTURES}
 TOLERANCE = 2e-6
 """Relative to the largest entry of a tensor: norms, rotary tables and routers of theirs are float32 whatever the model
 is."""
@@ -23,44 +24,105 @@ is."""
 
 def random_batch():
     generator = np.random.default_rng(3)
-    tokens, labels = generator.integers(0, VOCAB, (2, 2, LENGTH))
+    tokens, labels = generator.integers(1, VOCAB, (2, 2, LENGTH))  # theirs keeps the row of token 0, padding, as it is
     mask = (generator.random((2, LENGTH)) < 0.7).astype(float)
     positions = np.tile(np.arange(LENGTH), (2, 1))
     return Batch(tokens, labels, mask, positions, np.zeros_like(tokens), np.arange(2))
 
 
-def reference_model(c, weights, batch):
-    """The function of leaves, and the leaves."""
-    biases = {name.removesuffix(".router.expert_bias"): weights.pop(name) for name in list(weights) if "expert_b" in name}
-    routers = {name: Router.new(c) for name in biases}
-    for name, bias in biases.items():
-        routers[name].bias = bias.double()
-    leaves = {name: weight.detach().double().requires_grad_() for name, weight in weights.items()}
-    return Model(c, leaves, batch, routers, len(batch.tokens), training=False), leaves
-
-
-def assert_close(name, found, expected, tolerance=TOLERANCE):
-    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-    assert math.isfinite(error) and error <= tolerance, f"{name} is off by {error:.1e} of its largest entry"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_reference_computes_the_losses_and_gradients_of_transformers(name):
-    family = MODELS[name]
+def pair(name, more=""):
+    """(their model, how its tensors become ours, the reference with its weights, settings, batch)."""
+    family = FAMILIES[name]
     foreign, batch = build(family).double(), random_batch()
-    c = settings.read([*flags_of(family), "--vocab-size", str(VOCAB)])
-    arrange = family.names, num_groups(c), head_dim(c)
-    model, leaves = reference_model(c, to_ours(dict(foreign.state_dict()), *arrange), batch)
-    mask = torch.from_numpy(batch.loss_mask)
+    c = settings.read([*flags_of(family), "--vocab-size", str(VOCAB), *more.split()])
 
+    def arrange(tensors):
+        return to_ours(tensors, family.names, num_groups(c), head_dim(c))
+
+    leaves, routers = {}, {}
+    for key, value in arrange({**dict(foreign.named_parameters()), **dict(foreign.named_buffers())}).items():
+        if key.endswith(".router.expert_bias"):
+            routers[key.removesuffix(".router.expert_bias")] = router = Router(c)
+            router.bias = value
+        else:
+            leaves[key] = value.detach().clone().requires_grad_()
+    return foreign, arrange, Model(c, leaves, batch, routers, len(batch.tokens), training=False), batch
+
+
+def assert_close(name, found, expected):
+    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+    assert math.isfinite(error) and error <= TOLERANCE, f"{name} is off by {error:.1e} of its largest entry"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_reference_computes_the_losses_and_gradients_of_transformers(name):
+    foreign, arrange, model, batch = pair(name)
+    mask, labels = torch.from_numpy(batch.loss_mask), torch.from_numpy(batch.labels)
     logits = foreign(input_ids=torch.from_numpy(batch.tokens), use_cache=False).logits
-    labels = torch.from_numpy(batch.labels)
     expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     losses = model.losses()
     assert_close("loss", losses.detach(), expected.detach())
     (losses * mask).sum().backward()
     (expected * mask).sum().backward()
-    gradients = to_ours({key: value.grad for key, value in foreign.named_parameters()}, *arrange)
-    for key, leaf in leaves.items():
+    gradients = arrange({key: value.grad for key, value in foreign.named_parameters()})
+    for key, leaf in model.weights.items():
         assert_close(f"gradient of {key}", leaf.grad.reshape(-1), gradients[key].reshape(-1))
-    assert sum(leaf.numel() for leaf in leaves.values()) == sum(each.numel() for each in foreign.parameters())
+    assert sum(leaf.numel() for leaf in model.weights.values()) == sum(each.numel() for each in foreign.parameters())
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_the_balancing_loss_is_theirs_over_the_number_of_chosen_experts(name):
+    """Theirs is not divided by it. Of several layers it pools the tokens, so each is asked for by itself."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    foreign, arrange, model, batch = pair(name, "--moe-aux-loss-coeff 0.1 --hidden-dropout 0 --attention-dropout 0")
+    model.training, k, e = True, model.c.moe_router_topk, model.c.num_experts
+    layers = foreign(input_ids=torch.from_numpy(batch.tokens), output_router_logits=True).router_logits
+    expected = [load_balancing_loss_func((logits,), e, k) / k for logits in layers]
+    model.losses()
+    (terms,) = model.side_losses.values()
+    assert len(terms) == len(expected) == 2 and all(coefficient == 0.1 for coefficient, _ in terms)
+    for (_, term), theirs in zip(terms, expected):
+        assert_close("balancing loss", term.detach(), theirs.detach())
+    sum(term for _, term in terms).backward()
+    sum(expected).backward()
+    gradients = arrange({key: value.grad for key, value in foreign.named_parameters() if value.grad is not None})
+    for key, leaf in model.weights.items():
+        if leaf.grad is not None and leaf.grad.any():
+            assert_close(f"gradient of {key}", leaf.grad.reshape(-1), gradients[key].reshape(-1))
+    assert all(model.weights[f"decoder.layers.{layer}.mlp.router.weight"].grad.any() for layer in (0, 1))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v3-without-query-latent"])
+def test_tokens_further_ahead_are_predicted_as_by_transformers(name):
+    from transformers.modeling_layers import MtpModel
+
+    foreign, arrange, model, batch = pair(name, "--mtp-num-layers 2")
+    torch.manual_seed(3)
+    further = MtpModel(foreign, 2).double().eval()
+    own = {key: value for key, value in further.state_dict().items() if key.startswith("layers.")}
+    for value in own.values():
+        value.copy_(torch.randn(value.shape) * 0.2 + float(value.dim() == 1))
+    for key, value in arrange({f"model.{key.replace('.mtp_block', '')}": value for key, value in own.items()}).items():
+        at, depth = key.split(".")[1:3]
+        if key.endswith("expert_bias"):
+            model.routers[f"mtp.layers.{depth}.mtp_model_layer.mlp"] = router = Router(model.c)
+            router.bias = value
+        else:
+            model.weights[key.replace(f"decoder.{at}.{depth}", f"mtp.layers.{depth}.mtp_model_layer")] = value
+    for depth in range(2):
+        for part in ("enorm", "hnorm", "eh_proj", "post_norm"):
+            here = part.replace("post_norm", "final_layernorm")
+            model.weights[f"mtp.layers.{depth}.{here}.weight"] = own[f"layers.{depth}.{part}.weight"]
+
+    tokens, labels, mask = (torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_mask))
+    x, positions = foreign.model(input_ids=tokens).last_hidden_state, torch.arange(LENGTH)[None]
+    model.training = True
+    model.losses()
+    for depth, (total, count) in enumerate(model.later_losses):
+        tokens, labels, mask = (torch.nn.functional.pad(each[:, 1:], (0, 1)) for each in (tokens, labels, mask))
+        x = further.forward_layer(depth, x, positions + depth + 1, None, input_ids=tokens)
+        logits = foreign.lm_head(x).transpose(1, 2)
+        expected = (torch.nn.functional.cross_entropy(logits, labels, reduction="none") * mask).sum()
+        assert_close("loss", total.detach(), expected.detach())
+        assert count == mask.sum()

@@ -76,8 +76,9 @@ def latent_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
         query = up(net.linear(x, f"{at}.linear_q_down_proj"), "q")
     latent, shared = net.linear(x, f"{at}.linear_kv_down_proj").split((c.kv_lora_rank, turned), dim=-1)
     key, value = up(latent, "kv").split((plain, c.v_head_dim), dim=-1)
-    is_yarn = (c.rope_type or "yarn") == "yarn"
-    of_query, of_key = (rotated(y, c, is_yarn, turned, True) for y in (query[..., plain:], shared[:, :, None]))
+    is_yarn = c.rope_type != "rope"
+    width = turned if is_yarn else int(turned * c.rotary_percent)
+    of_query, of_key = (rotated(y, c, is_yarn, width, True) for y in (query[..., plain:], shared[:, :, None]))
     query = torch.cat((query[..., :plain], of_query), dim=-1)
     key = torch.cat((key, of_key.expand(-1, -1, a, -1)), dim=-1)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)

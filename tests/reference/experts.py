@@ -11,7 +11,6 @@ in the order [s, m]. ``net`` is the model: its ``linear`` and ``mlp``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +18,17 @@ from torch import Tensor
 
 from tests.reference.settings import Settings
 
-LOGGED = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss",
-          "global_aux_loss": "global_load_balancing_loss"}  # fmt: skip
+PREFIX = {"aux_loss": "", "seq_aux_loss": "seq_", "global_aux_loss": "global_"}
 
 
-@dataclass
 class Router:
-    """What a router remembers from one global batch to the next; ``count`` of this one."""
+    """What a router remembers from one global batch to the next, [e] each: a ``bias`` added to the scores for the
+    choice; the ``shares`` of all choices by score in the last one. Of this one: tokens that experts compute (``used``),
+    and choices by score, whatever bias, groups and capacity say (``wanted``)."""
 
-    bias: Tensor
-    """[e], added to the scores for the choice."""
-    shares: Tensor
-    """[e]: part of all choices by score that fell on each expert in the last global batch."""
-    used: Tensor
-    """[e]: tokens that each expert computes."""
-    wanted: Tensor
-    """[e]: choices by score, whatever bias, groups and capacity say."""
-
-    @classmethod
-    def new(cls, c: Settings) -> Router:
-        e = c.num_experts
-        zeros = torch.zeros(e, dtype=torch.float64)
-        return cls(zeros, torch.full_like(zeros, 1 / e), zeros, zeros)
+    def __init__(self, c: Settings) -> None:
+        self.bias = self.used = self.wanted = torch.zeros(c.num_experts, dtype=torch.float64)
+        self.shares = torch.full_like(self.bias, 1 / c.num_experts)
 
     def end_batch(self, c: Settings) -> None:
         """Moves the bias of experts with less than the mean up, of those with more down."""
@@ -52,14 +40,14 @@ class Router:
 
 def mixture(net, x: Tensor, at: str) -> Tensor:
     """[b, s, h] -> [b, s, h]. Losses go to ``net.side_losses``, counts to the router."""
-    c, router = net.c, net.routers.setdefault(at, Router.new(net.c))
+    c, router = net.c, net.routers.setdefault(at, Router(net.c))
     logits = net.linear(x, f"{at}.router")
     parts = [within_capacity(c, *choose(c, part, router, net.training)) for part in logits.split(net.micro_batch_size)]
     weights, used = (torch.cat(each) for each in zip(*parts))
     if net.training:
         wanted = best(scores_of(c, logits), c.moe_router_topk)
         router.used, router.wanted = router.used + used.sum((0, 1)), router.wanted + wanted.sum((0, 1))
-        for name, term in side_losses(net, logits.split(net.micro_batch_size), router):
+        for name, term in side_losses(net, logits, router):
             net.side_losses.setdefault(name, []).append(term)
     y = sum(weights[..., e, None] * net.mlp(x, f"{at}.experts", e) for e in range(c.num_experts))
     if c.moe_shared_expert_intermediate_size:
@@ -141,33 +129,31 @@ def scores_of(c: Settings, logits: Tensor) -> Tensor:
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def side_losses(net, parts: tuple[Tensor, ...], router: Router):
-    """(name, (coefficient, mean)) of each loss: of micro-batches, or of sequences, weighted by their tokens that count
-    in the main loss.
+def side_losses(net, logits: Tensor, router: Router):
+    """(name, (coefficient, mean)) of each loss of a layer: of micro-batches, or of sequences, weighted by how many of
+    their tokens count in the main loss."""
+    c, tokens = net.c, torch.from_numpy(net.batch.loss_mask).sum(dim=1)
 
-    Balancing: e sum over experts of (part of the choices) (mean score); 1 where the load is equal. Only the scores
-    have a gradient. The global form takes the choices of the last global batch, which every micro-batch can know.
-    """
-    c = net.c
-    tokens = torch.from_numpy(net.batch.loss_mask).sum(dim=1)
-    share = (tokens / tokens.sum()).split(net.micro_batch_size)
-    kinds, coefficients = (
-        each if isinstance(each, list) else [each] for each in (c.moe_router_load_balancing_type, c.moe_aux_loss_coeff)
-    )
-    for kind, coefficient in zip(kinds, coefficients):
-        if kind in LOGGED and coefficient:
-            terms = (part.sum() * balance(c, kind, logits, router) for part, logits in zip(share, parts))
-            if kind == "seq_aux_loss":
-                each = (balance(c, kind, logits[None], router) for part in parts for logits in part)
-                terms = (part * term for part, term in zip(torch.cat(share), each))
-            yield LOGGED[kind], (coefficient, sum(terms))
+    def mean(size: int, of) -> Tensor:
+        parts = zip((tokens / tokens.sum()).split(size), logits.split(size))
+        return sum(share.sum() * of(part) for share, part in parts)
+
+    both = c.moe_router_load_balancing_type, c.moe_aux_loss_coeff
+    for kind, coefficient in zip(*(each if isinstance(each, list) else [each] for each in both)):
+        if kind in PREFIX and coefficient:
+            shares = router.shares if kind == "global_aux_loss" else None
+            size = net.micro_batch_size if kind == "aux_loss" else 1
+            term = mean(size, lambda part, shares=shares: imbalance(c, part, shares))
+            yield f"{PREFIX[kind]}load_balancing_loss", (coefficient, term)
     if c.moe_z_loss_coeff:
-        terms = (part.sum() * logits.logsumexp(dim=-1).square().mean() for part, logits in zip(share, parts))
-        yield "z_loss", (c.moe_z_loss_coeff, sum(terms))
+        yield "z_loss", (c.moe_z_loss_coeff, mean(1, lambda part: part.logsumexp(dim=-1).square().mean()))
 
 
-def balance(c: Settings, kind: str, logits: Tensor, router: Router) -> Tensor:
-    """Of some sequences [m, s, e]."""
+def imbalance(c: Settings, logits: Tensor, shares: Tensor | None) -> Tensor:
+    """e sum over experts of (their share of the choices) (their mean score), 1 where all are equal; only scores have a
+    gradient. Choices are those of ``logits`` [m, s, e] by score unless ``shares`` gives them: the global loss takes
+    those of the last global batch, which every micro-batch can know."""
     scores = scores_of(c, logits)
-    share = best(scores, c.moe_router_topk).mean((0, 1)) / c.moe_router_topk
-    return c.num_experts * ((router.shares if kind == "global_aux_loss" else share) * scores.mean((0, 1))).sum()
+    if shares is None:
+        shares = best(scores, c.moe_router_topk).mean((0, 1)) / c.moe_router_topk
+    return c.num_experts * (shares * scores.mean((0, 1))).sum()

@@ -22,23 +22,18 @@ from torch import Tensor
 from tests.reference import random_numbers
 from tests.reference.attention import attention
 from tests.reference.data import Batch
-from tests.reference.experts import Router, mixture
+from tests.reference.experts import mixture
 from tests.reference.settings import Settings
 from tests.reference.weights import Weights
 
 
 class Model:
-    """A function of weights, of a global batch and of what routers remember. Dropout and side losses only in training.
+    """A function of weights, of a global batch and of what routers remember. Dropout and side losses only in training;
+    the ``size`` of micro-batches matters to experts alone."""
 
-    A micro-batch matters to experts alone: to their capacity, and to the losses that balance them.
-    """
-
-    def __init__(
-        self, c: Settings, weights: Weights, batch: Batch, routers: dict[str, Router], micro_batch_size: int,
-        training: bool,
-    ) -> None:  # fmt: skip
+    def __init__(self, c: Settings, weights: Weights, batch: Batch, routers: dict, size: int, training: bool) -> None:
         self.c, self.weights, self.batch, self.routers, self.training = c, weights, batch, routers, training
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size = size
         self.side_losses: dict[str, list[tuple[float, Tensor]]] = {}
         """Name -> (coefficient, mean) of every layer with experts."""
         self.later_losses: list[tuple[Tensor, float]] = []

@@ -60,8 +60,8 @@ DATA = {
     1), "dataloader_type": "single", "mid_level_dataset_surplus": 0.005, "reset_position_ids": False,
     "reset_attention_mask": False, "eod_mask_loss": False, "null_tokenizer_eod_id": None, "null_tokenizer_pad_id": -1,
     "allow_ambiguous_pad_tokens": False, "eval_iters": 100, "eval_interval": None, "start_eval_at_iter": 0,
-    "eval_global_batch_size": None, "eval_micro_batch_size": None, "full_validation": False, "multiple_validation_sets": False,
-    "validation_set_names": None,
+    "eval_global_batch_size": None, "eval_micro_batch_size": None, "full_validation": False,
+    "multiple_validation_sets": False, "validation_set_names": None,
 }  # fmt: skip
 DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **OPTIMIZER, **SCHEDULE, **DATA}
 OTHER_WAYS = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "make_vocab_size_divisible_by",

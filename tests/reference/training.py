@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tests.reference.data import Corpus, batch_of, samples_of
 from tests.reference.experts import Router
@@ -32,7 +31,6 @@ class Run:
     evaluations: dict[tuple, float] = field(default_factory=dict)
     """(kind, iteration, name of the set or None) -> mean loss per valid token."""
     routers: dict[str, Router] = field(default_factory=dict)
-    """By layer."""
 
 
 # ---- batch sizes
@@ -176,9 +174,7 @@ def clip_factor(c: Settings, size: float) -> float:
 def gradients_of(c: Settings, weights: Weights, routers: dict, samples: list, first: int) -> tuple[dict, Weights]:
     """Means that a global batch logs, and gradients of what is minimized; samples are ``first`` and on of the stream.
 
-    That is the mean over valid tokens of the loss, and of those of tokens further ahead, each over its own number of
-    tokens; plus, of each layer with experts, the losses that balance it.
-    """
+    That is the mean loss of valid tokens, and that of tokens further ahead, and losses of every layer with experts."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     batch = batch_of(c, samples, first)
     model = Model(c, leaves, batch, routers, c.micro_batch_size, training=True)

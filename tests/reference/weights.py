@@ -39,8 +39,8 @@ def initial_weights(c: Settings) -> Weights:
     make = _Maker(c)
     make.matrix("embedding.word_embeddings.weight", c.vocab_size, c.hidden_size, std=make.embedding_std)
     if c.position_embedding_type == "learned_absolute":
-        name = "embedding.position_embeddings.weight"
-        make.matrix(name, c.max_position_embeddings, c.hidden_size, std=make.embedding_std)
+        rows = c.max_position_embeddings
+        make.matrix("embedding.position_embeddings.weight", rows, c.hidden_size, std=make.embedding_std)
     for layer in range(c.num_layers):
         make.layer(f"decoder.layers.{layer}", has_experts(c, layer))
     make.norm("decoder.final_layernorm", c.hidden_size)
@@ -63,10 +63,11 @@ class _Maker:
         self.embedding_std = self.std if c.embedding_init_method_std is None else c.embedding_init_method_std
 
     def matrix(self, name: str, *shape: int, std: float | None = None) -> None:
-        """[rows, columns], or [experts, rows, columns]."""
+        """[rows, columns], [experts, rows, columns], or the sinks of heads."""
         std = self.std if std is None else std
         key, count = random_numbers.key_of(self.c.seed, "init", name), math.prod(shape)
-        if self.c.init_method_xavier_uniform and not ("embeddings" in name and std != self.std):
+        has_own_std = "embeddings" in name and std != self.std
+        if self.c.init_method_xavier_uniform and len(shape) > 1 and not has_own_std:
             values = (2 * random_numbers.uniform(key, count) - 1) * math.sqrt(6 / sum(shape[-2:]))
         else:
             values = std * random_numbers.normal(key, count)
@@ -87,9 +88,7 @@ class _Maker:
         self.norm(f"{at}.input_layernorm", self.c.hidden_size)
         (self.latent_attention if self.c.multi_latent_attention else self.attention)(f"{at}.self_attention")
         if self.c.softmax_type == "learnable":
-            name, a = f"{at}.self_attention.core_attention.softmax_offset", self.c.num_attention_heads
-            values = self.std * random_numbers.normal(random_numbers.key_of(self.c.seed, "init", name), a)
-            self.weights[name] = torch.from_numpy(values)
+            self.matrix(f"{at}.self_attention.core_attention.softmax_offset", self.c.num_attention_heads)
         self.norm(f"{at}.pre_mlp_layernorm", self.c.hidden_size)
         (self.experts if experts else self.mlp)(f"{at}.mlp")
 
@@ -103,18 +102,16 @@ class _Maker:
 
     def latent_attention(self, at: str) -> None:
         c, h, a = self.c, self.c.hidden_size, self.c.num_attention_heads
-        rows = a * (c.qk_head_dim + c.qk_pos_emb_head_dim)
+        parts = {"kv": (c.kv_lora_rank, c.qk_pos_emb_head_dim, a * (c.qk_head_dim + c.v_head_dim))}
         if c.q_lora_rank is None:
-            self.matrix(f"{at}.linear_q_proj.weight", rows, h)
+            self.matrix(f"{at}.linear_q_proj.weight", a * (c.qk_head_dim + c.qk_pos_emb_head_dim), h)
         else:
-            self.matrix(f"{at}.linear_q_down_proj.weight", c.q_lora_rank, h)
-            self.matrix(f"{at}.linear_q_up_proj.weight", rows, c.q_lora_rank)
-        self.matrix(f"{at}.linear_kv_down_proj.weight", c.kv_lora_rank + c.qk_pos_emb_head_dim, h)
-        self.matrix(f"{at}.linear_kv_up_proj.weight", a * (c.qk_head_dim + c.v_head_dim), c.kv_lora_rank)
-        if c.qk_layernorm:
-            self.norm(f"{at}.kv_layernorm", c.kv_lora_rank)
-            if c.q_lora_rank is not None:
-                self.norm(f"{at}.q_layernorm", c.q_lora_rank)
+            parts["q"] = c.q_lora_rank, 0, a * (c.qk_head_dim + c.qk_pos_emb_head_dim)
+        for part, (rank, extra, rows) in parts.items():
+            self.matrix(f"{at}.linear_{part}_down_proj.weight", rank + extra, h)
+            self.matrix(f"{at}.linear_{part}_up_proj.weight", rows, rank)
+            if c.qk_layernorm:
+                self.norm(f"{at}.{part}_layernorm", rank)
         self.linear(f"{at}.linear_proj", h, a * c.v_head_dim, bias=self.bias, std=self.into_stream)
 
     def mlp(self, at: str, width: int | None = None, bias: bool | None = None, *experts: int) -> None:

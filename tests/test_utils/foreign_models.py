@@ -370,6 +370,8 @@ MODELS = {
          "attention_multiplier": 8**-0.5},
         f"{SWIGLU} {UNTIED}",
     ),
+}  # fmt: skip
+MIXTURES = {
     "mixtral": Family(
         "Mixtral", LLAMA, {**GATED, **rope(1e6), "num_key_value_heads": 2, "num_local_experts": 4},
         f"{SWIGLU} {UNTIED} {GROUPS} 2 --rotary-base 1000000 --num-experts 4 --moe-router-topk 2",

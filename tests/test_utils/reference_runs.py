@@ -115,8 +115,22 @@ def compare(found, expected, precision):
         if key in evaluated and not _close(evaluated[key], value, loss_limit):
             lines.append(f"evaluation {key}: {evaluated[key]!r}, not {value!r}")
     lines += _compare_weights("initial", initial, expected.initial, initial_limit)
-    lines += _compare_weights("final", final, expected.final, final_limit)
+    lines += _compare_weights("final", _with_shares(final), {**expected.final, **dict(_memories(expected))}, final_limit)
     return lines
+
+
+def _memories(expected):
+    """What routers have at the end besides weights, under the program's names."""
+    for at, router in expected.routers.items():
+        if router.bias.any():
+            yield f"{at}.router.expert_bias", router.bias
+        if "global_load_balancing_loss" in expected.steps[0]:
+            yield f"{at}.router.last_choices", router.shares
+
+
+def _with_shares(final):
+    """Counts of choices as shares."""
+    return {name: value / value.sum() if name.endswith(".last_choices") else value for name, value in final.items()}
 
 
 def _close(found, expected, limit):

@@ -114,6 +114,66 @@ EVALUATION = {
                     " --validation-set-names small smaller own --eod-mask-loss",
     "unnamed-sets": f"--train-data-path a --valid-data-path c b {WHOLE} --multiple-validation-sets",
 }  # fmt: skip
+FEW = "--train-iters 9"
+MOE = f"{FEW} --num-experts 4 --moe-ffn-hidden-size 24 --init-method-std 0.1"
+EIGHT = f"{FEW} --num-experts 8 --moe-ffn-hidden-size 12 --init-method-std 0.1 --disable-bias-linear --swiglu"
+BALANCED = "--moe-router-load-balancing-type"
+GROUP_CHOICE = "--moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2"
+SIGMOID = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.0625"
+SHARED = "--moe-shared-expert-intermediate-size 20 --disable-bias-linear"
+MIXTURES = {
+    "experts": f"{MOE} --weight-decay 0.5 --train-iters 20",
+    "experts-in-fp32": (f"{EIGHT} --moe-aux-loss-coeff 0.1 {WARMUP} --clip-grad 0.5", "fp32"),
+    "as-wide-as-a-dense-layer": f"{FEW} --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --ffn-hidden-size 20",
+    "softmax-of-all": f"{LLAMA} {MOE} --moe-router-pre-softmax --moe-router-topk 3 {DROPOUT}",
+    "balancing-loss": f"{MOE} --moe-aux-loss-coeff 0.3 --micro-batch-size 2 --quick-geglu",
+    "balancing-loss-of-one-choice": f"{EIGHT} --moe-aux-loss-coeff 0.5 --moe-router-topk 1 --moe-router-pre-softmax"
+                                    " --eod-mask-loss --micro-batch-size 1",
+    "balancing-loss-of-sequences": f"{EIGHT} {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.4 --eod-mask-loss",
+    "balancing-loss-of-batches": f"{EIGHT} {BALANCED} global_aux_loss --moe-aux-loss-coeff 0.2 --iterations-to-skip 3"
+                                 " --global-batch-size 8",
+    "balancing-losses": f"{EIGHT} {SIGMOID} {BALANCED} global_aux_loss aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1"
+                        " 0.3 0.2 --moe-z-loss-coeff 0.01 --micro-batch-size 2 --optimizer sgd --lr 0.3 --train-iters 20",
+    "z-loss": f"{MOE} --moe-z-loss-coeff 0.05 --moe-layer-freq 2 --num-layers 3 --squared-relu --eod-mask-loss",
+    "not-balanced": f"{MOE} {BALANCED} none --moe-router-topk-scaling-factor 2.5 --seed 4",
+    "sinkhorn": f"{EIGHT} {BALANCED} sinkhorn --micro-batch-size 2 --eval-interval 7",
+    "sinkhorn-of-one-choice": f"{MOE} {BALANCED} sinkhorn --moe-router-topk 1",
+    "sigmoid": f"{EIGHT} --moe-router-score-function sigmoid --moe-router-topk 3 --moe-aux-loss-coeff 0.1",
+    "selection-bias": f"{EIGHT} {SIGMOID} {DROPOUT} --micro-batch-size 1 --moe-router-dtype fp64",
+    "selection-bias-in-groups": f"{EIGHT} {SIGMOID} {GROUP_CHOICE} --moe-router-topk-scaling-factor 1.5 {SHARED}",
+    "square-root-of-softplus": f"{EIGHT} {SIGMOID} --moe-router-score-function sqrtsoftplus --moe-router-topk 1"
+                               " --moe-aux-loss-coeff 0.1",
+    "groups": f"{EIGHT} {GROUP_CHOICE} --moe-aux-loss-coeff 0.2",
+    "groups-of-softmax": f"{EIGHT} {GROUP_CHOICE} --moe-router-pre-softmax --moe-router-topk-scaling-factor 3",
+    "capacity": f"{MOE} --moe-expert-capacity-factor 0.8 --micro-batch-size 2 --moe-aux-loss-coeff 0.1"
+                " --eval-interval 6 --eval-micro-batch-size 1",
+    "capacity-in-order": f"{EIGHT} --moe-expert-capacity-factor 0.5 --moe-token-drop-policy position {SIGMOID}",
+    "capacity-filled-up": f"{EIGHT} --moe-expert-capacity-factor 1.1 --moe-pad-expert-input-to-capacity"
+                          " --moe-token-dispatcher-type alltoall --moe-router-pre-softmax",
+    "shared-expert": f"{MOE} {SHARED} --moe-layer-freq [0,1] --recompute-activations",
+    "shared-expert-with-gate": f"{EIGHT} {SHARED} --moe-shared-expert-gate --weight-decay 0.5 --moe-layer-freq 2",
+    "xavier-experts": f"{MOE} --init-method-xavier-uniform {SHARED} --moe-shared-expert-gate --adam-eps 1e-4",
+    "sinks": f"{LLAMA} {FEW} --softmax-type learnable --init-method-std 0.3 --attention-dropout 0.2 --weight-decay 0.5",
+    "sinks-at-zero": f"{FEW} --softmax-type off-by-one {PACKED} --window-size 6,0",
+    "gpt-oss": f"{MOE} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.3 --softmax-type learnable"
+               f" --window-size 5,0 --window-attn-skip-freq 2 {GROUPS} 2 --normalization RMSNorm",
+}  # fmt: skip
+LATENT = f"--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 8 --v-head-dim 6 {UNTIED}"
+DEEPSEEK = f"{LATENT} --q-lora-rank 14 --qk-layernorm --normalization RMSNorm {EIGHT} {SIGMOID} {GROUP_CHOICE} {SHARED}"
+STRETCHED = "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 1.5"
+AHEAD = "--position-embedding-type rope --mtp-num-layers"
+LATENT_AND_AHEAD = {
+    "latent-attention": f"{LATENT} --position-embedding-type rope --rope-type rope --weight-decay 0.5",
+    "latent-attention-yarn": f"{LATENT} --position-embedding-type rope --q-lora-rank 14 --qk-layernorm {STRETCHED}"
+                             f" --mscale 0.7 --mscale-all-dim 0.9 --init-method-std 0.1 {DROPOUT}",
+    "latent-attention-packed": f"{LATENT} --rope-type rope --position-embedding-type none --q-lora-rank 10"
+                               f" --rotary-base 100 {PACKED} --softmax-type learnable --norm-epsilon 0.02 --qk-layernorm",
+    "tokens-ahead": f"{AHEAD} 1 --mtp-loss-scaling-factor 0.4 --eval-interval 8",
+    "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad 0.5",
+    "experts-ahead": f"{AHEAD} 2 --mtp-loss-scaling-factor 0.3 {EIGHT} --moe-aux-loss-coeff 0.2 --moe-layer-freq [0,1]",
+    "deepseek": f"{DEEPSEEK} {AHEAD} 1 --rope-type yarn {STRETCHED} --mscale 1 --mscale-all-dim 1 --moe-layer-freq"
+                f" [0,1] {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05",
+}  # fmt: skip
 FP16 = "--fp16 --optimizer sgd --lr 0.3 --init-method-std 0.1"
 PRECISION = {
     "fp32": (f"{DROPOUT} {WARMUP} --eval-interval 5", "fp32"),
@@ -141,7 +201,9 @@ def _complete(row):
 
 ROWS = {
     name: _complete(row)
-    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, PRECISION)
+    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, PRECISION)
     for name, row in group.items()
 }
 """Name -> (flags behind ``BASE``, precision)."""
+AWAITED = {name: _complete(row) for name, row in LATENT_AND_AHEAD.items()}
+"""Rows of what the program does not have yet."""
