@@ -13,7 +13,7 @@ from tests.test_utils.foreign_models import LENGTH, MIXTURES, MODELS, VOCAB, bui
 
 pytest.importorskip("transformers", reason="pip install transformers: it is what the models are compared with")
 
-FAMILIES = {**MODELS, **{name: model for name, model in MIXTURES.items() if "deepseek" not in name}}
+FAMILIES = {**MODELS, **MIXTURES}
 TOLERANCE = 1e-5
 """Relative to the largest entry of a tensor: two orders of float32 operations."""
 

@@ -115,7 +115,7 @@ def compare(found, expected, precision):
         if key in evaluated and not _close(evaluated[key], value, loss_limit):
             lines.append(f"evaluation {key}: {evaluated[key]!r}, not {value!r}")
     lines += _compare_weights("initial", initial, expected.initial, initial_limit)
-    lines += _compare_weights("final", _with_shares(final), {**expected.final, **dict(_memories(expected))}, final_limit)
+    lines += _compare_weights("final", _with_shares(final), expected.final | dict(_memories(expected)), final_limit)
     return lines
 
 

@@ -124,7 +124,8 @@ SHARED = "--moe-shared-expert-intermediate-size 20 --disable-bias-linear"
 MIXTURES = {
     "experts": f"{MOE} --weight-decay 0.5 --train-iters 20",
     "experts-in-fp32": (f"{EIGHT} --moe-aux-loss-coeff 0.1 {WARMUP} --clip-grad 0.5", "fp32"),
-    "as-wide-as-a-dense-layer": f"{FEW} --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax --ffn-hidden-size 20",
+    "as-wide-as-a-dense-layer": f"{FEW} --num-experts 2 --moe-router-topk 1 --moe-router-pre-softmax"
+                                " --ffn-hidden-size 20",
     "softmax-of-all": f"{LLAMA} {MOE} --moe-router-pre-softmax --moe-router-topk 3 {DROPOUT}",
     "balancing-loss": f"{MOE} --moe-aux-loss-coeff 0.3 --micro-batch-size 2 --quick-geglu",
     "balancing-loss-of-one-choice": f"{EIGHT} --moe-aux-loss-coeff 0.5 --moe-router-topk 1 --moe-router-pre-softmax"
@@ -133,7 +134,8 @@ MIXTURES = {
     "balancing-loss-of-batches": f"{EIGHT} {BALANCED} global_aux_loss --moe-aux-loss-coeff 0.2 --iterations-to-skip 3"
                                  " --global-batch-size 8",
     "balancing-losses": f"{EIGHT} {SIGMOID} {BALANCED} global_aux_loss aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1"
-                        " 0.3 0.2 --moe-z-loss-coeff 0.01 --micro-batch-size 2 --optimizer sgd --lr 0.3 --train-iters 20",
+                        " 0.3 0.2 --moe-z-loss-coeff 0.01 --micro-batch-size 2 --optimizer sgd --lr 0.3 --train-iters"
+                        " 20",
     "z-loss": f"{MOE} --moe-z-loss-coeff 0.05 --moe-layer-freq 2 --num-layers 3 --squared-relu --eod-mask-loss",
     "not-balanced": f"{MOE} {BALANCED} none --moe-router-topk-scaling-factor 2.5 --seed 4",
     "sinkhorn": f"{EIGHT} {BALANCED} sinkhorn --micro-batch-size 2 --eval-interval 7",
@@ -158,18 +160,27 @@ MIXTURES = {
     "gpt-oss": f"{MOE} --quick-geglu --glu-linear-offset 1 --activation-func-clamp-value 0.3 --softmax-type learnable"
                f" --window-size 5,0 --window-attn-skip-freq 2 {GROUPS} 2 --normalization RMSNorm",
 }  # fmt: skip
-LATENT = f"--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 8 --v-head-dim 6 {UNTIED}"
+LATENT = (
+    f"{FEW} {UNTIED} --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 8 --v-head-dim 6"
+)
 DEEPSEEK = f"{LATENT} --q-lora-rank 14 --qk-layernorm --normalization RMSNorm {EIGHT} {SIGMOID} {GROUP_CHOICE} {SHARED}"
 STRETCHED = "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 1.5"
-AHEAD = "--position-embedding-type rope --mtp-num-layers"
-LATENT_AND_AHEAD = {
+AHEAD = f"{FEW} --position-embedding-type rope --mtp-num-layers"
+LATENTS = {
     "latent-attention": f"{LATENT} --position-embedding-type rope --rope-type rope --weight-decay 0.5",
     "latent-attention-yarn": f"{LATENT} --position-embedding-type rope --q-lora-rank 14 --qk-layernorm {STRETCHED}"
                              f" --mscale 0.7 --mscale-all-dim 0.9 --init-method-std 0.1 {DROPOUT}",
     "latent-attention-packed": f"{LATENT} --rope-type rope --position-embedding-type none --q-lora-rank 10"
-                               f" --rotary-base 100 {PACKED} --softmax-type learnable --norm-epsilon 0.02 --qk-layernorm",
+                               f" --rotary-base 100 {PACKED} --softmax-type learnable --norm-epsilon 0.02"
+                               " --qk-layernorm",
+    "latent-attention-with-experts": f"{DEEPSEEK} --position-embedding-type rope --rope-type yarn {STRETCHED} --mscale"
+                                     " 1 --mscale-all-dim 1 --moe-layer-freq [0,1] --apply-wd-to-qk-layernorm"
+                                     f" {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05 --recompute-activations",
+}  # fmt: skip
+AHEADS = {
     "tokens-ahead": f"{AHEAD} 1 --mtp-loss-scaling-factor 0.4 --eval-interval 8",
-    "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad 0.5",
+    "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad"
+                         " 0.5",
     "experts-ahead": f"{AHEAD} 2 --mtp-loss-scaling-factor 0.3 {EIGHT} --moe-aux-loss-coeff 0.2 --moe-layer-freq [0,1]",
     "deepseek": f"{DEEPSEEK} {AHEAD} 1 --rope-type yarn {STRETCHED} --mscale 1 --mscale-all-dim 1 --moe-layer-freq"
                 f" [0,1] {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05",
@@ -201,9 +212,9 @@ def _complete(row):
 
 ROWS = {
     name: _complete(row)
-    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, PRECISION)
+    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, PRECISION)
     for name, row in group.items()
 }
 """Name -> (flags behind ``BASE``, precision)."""
-AWAITED = {name: _complete(row) for name, row in LATENT_AND_AHEAD.items()}
+AWAITED = {name: _complete(row) for name, row in AHEADS.items()}
 """Rows of what the program does not have yet."""

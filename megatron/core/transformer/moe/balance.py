@@ -12,7 +12,8 @@ With P_be the mean score of an expert over a sequence (scores of a token add up 
 Choices count here as a plain top-k of the logits makes them: without expert bias, groups and capacity.
 
 Each is a mean over the tokens of the global batch, as the main loss: a sequence counts as often as it has tokens whose
-loss counts, in what is logged too. Micro-batch size and layout change none of them but ``aux_loss``, whose definition names the micro-batch.
+loss counts, in what is logged too. Micro-batch size and layout change none of them but ``aux_loss``, whose definition
+names the micro-batch.
 ``global_aux_loss`` differs from Megatron-LM, whose f is the running mean over the micro-batches so far and thus depends
 on their order: here f is that of the last complete global batch (equal fractions before the first).
 
