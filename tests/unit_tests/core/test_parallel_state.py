@@ -53,6 +53,13 @@ def test_every_field_partitions_the_world_and_each_rank_knows_its_place(grid):
         assert all((group.handle is None) == (group.size == 1) for group in vars(groups).values())
 
 
+def test_equal_ranks_share_a_communicator_but_messages_between_stages_have_their_own():
+    made = []
+    groups = build_process_groups(RankGrid(pp=2, dp=2), 0, lambda name, lists: made.append(name) or (name, None))
+    assert len({groups.pp.handle, groups.pp_up.handle, groups.pp_down.handle}) == 3
+    assert groups.dp.handle == groups.dp_cp.handle == groups.edp.handle and len(made) == len(set(made))
+
+
 @pytest.mark.parametrize(
     "make, message",
     [

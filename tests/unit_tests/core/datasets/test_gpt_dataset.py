@@ -178,10 +178,12 @@ def test_a_sample_without_loss_fills_a_batch(prefix):
     assert not sample["loss_mask"].any() and sample["tokens"].shape == (16,)
 
 
+@pytest.mark.parametrize("place", [0, 4])
 @pytest.mark.parametrize("bad, dtype", [(1000, np.uint16), (-5, np.int32), (10**9, np.int32)])
-def test_a_token_outside_the_vocabulary_is_refused_by_document_and_offset(tmp_path, bad, dtype):
+def test_a_token_outside_the_vocabulary_is_refused_by_document_and_offset(tmp_path, bad, dtype, place):
     documents = corpus(count=10)
-    documents[5] = [1, 2, 3, 4, bad, 5]
+    documents[5] = [1, 2, 3, 4, 5]
+    documents[5].insert(place, bad)
     path = write(tmp_path / "bad", documents, dtype)
     data = dataset(path, None, sequence_length=4)
     caught = []
@@ -190,7 +192,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_document_and_offset(tmp_pa
             data[number]
         except ValueError as error:
             caught.append(str(error))
-    assert caught and all(f"token id {bad} in document 5 at token 4 is not below" in text for text in caught)
+    assert caught and all(f"token id {bad} in document 5 at token {place} is not below" in text for text in caught)
     assert all(path in text for text in caught)
     if bad == 1000:
         wider = dataset(path, None, sequence_length=4, vocab_size=1001)
@@ -226,6 +228,15 @@ def test_indices_are_cached_by_what_they_depend_on(tmp_path, monkeypatch):
     for options in ({"num_samples": 500}, {"sequence_length": 8}, {"split": Split.test}):
         with pytest.raises(pytest.fail.Exception):
             dataset(path, **({"num_samples": 5} | options))
+
+
+def test_indices_with_a_partial_sample_are_taken_from_the_cache(tmp_path, monkeypatch):
+    path, options = write(tmp_path / "data", corpus()), {"drop_last_partial_validation_sequence": False}
+    first = dataset(path, None, Split.valid, 15, **options)
+    monkeypatch.setattr(
+        "megatron.core.datasets.gpt_dataset.build_gpt_indices", lambda *_: pytest.fail("built although cached")
+    )
+    assert len(dataset(path, None, Split.valid, 15, **options)) == len(first)
 
 
 def test_a_data_file_replaced_under_a_live_cache_is_noticed(tmp_path):

@@ -45,7 +45,7 @@ def check(shape, pairs, dtype, interleaved, function=split_rotary_triton):
     "shape, pairs, dtype",
     [
         ((3, 2, 2, 3, 12), 4, torch.float32), ((2, 1, 1, 1, 6), 3, torch.float32),
-        ((2, 2, 3, 4, 64), 32, torch.bfloat16),
+        ((2, 2, 3, 4, 64), 32, torch.bfloat16), ((2, 1, 2, 3, 512), 256, torch.float32),
     ],
 )  # fmt: skip
 def test_the_kernel_equals_the_formula(shape, pairs, dtype, interleaved):

@@ -189,3 +189,13 @@ def test_a_description_equals_the_model_that_is_built(gloo_pool, name, ranks, ti
     }
     for found in gloo_pool.run(as_built, ranks, SPECS[name], options):
         assert {key: found[key] for key in sorted(found)} == {key: expected[key] for key in sorted(expected)}
+
+
+def test_an_activation_moves_eight_tensors_of_its_width():
+    """Gated: reads two and writes one, then reads three and writes two."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, swiglu=True, bf16=True,
+        tensor_model_parallel_size=2,
+    )  # fmt: skip
+    (activation,) = (op for op in described(config, 50, 16).layers[0][1].ops if op.kind == "activation")
+    assert activation.traffic == 8 * 24 * 2 and activation.gradients == 24 * 2

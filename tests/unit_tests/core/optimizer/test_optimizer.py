@@ -281,3 +281,15 @@ def test_new_weights_reach_the_main_copies():
         net[0].weight.fill_(3.0)
     optimizer.reload_model_params()
     assert optimizer.main_params["0.weight"].unique().tolist() == [3.0]
+
+
+def test_a_state_with_a_loss_scale_is_for_any_optimizer():
+    """One that has no loss scale passes it over, and one that has keeps its own where the state has none."""
+    scaled, plain = (
+        get_megatron_optimizer(settings(fp16=fp16), [wrapped(network(torch.float16 if fp16 else torch.float32))])
+        for fp16 in (True, False)
+    )
+    plain.load_state_dict(plain.state_dict() | {"grad_scaler": scaled.state_dict()["grad_scaler"]})
+    before = scaled.get_loss_scale()
+    scaled.load_state_dict(scaled.state_dict() | {"grad_scaler": plain.state_dict()["grad_scaler"]})
+    assert scaled.get_loss_scale() == before

@@ -74,6 +74,8 @@ def test_bubbles_are_those_of_the_papers(ranks, microbatches):
     assert two.duration == 3 * microbatches + waiting / 2
     split = zero_bubble(ranks, microbatches)
     assert simulate(split, unit_costs(1.0, 2.0, 1.0)).duration == 3 * microbatches + waiting / 3
+    for schedule, cost in ((split, unit_costs(weight=1.0)), (interleaved(ranks, 2, microbatches), unit_costs())):
+        assert simulate(schedule).duration == simulate(schedule, cost).duration  # without a cost: B is F and W is F
     assert peak_activations(split) == [ranks] * ranks  # the most that any rank of 1F1B holds
     both = zero_bubble(ranks, microbatches, 2)
     assert simulate(both, unit_costs(0.5, 1.0, 0.5)).duration == 3 * microbatches + waiting / 6
