@@ -1,6 +1,7 @@
 """Writes the tables of measured figures from benchmarks/results/*.json: ``python benchmarks/tables.py [--check]``.
 
-All tables are in benchmarks/results/README.md, the short ones in docs/guides/performance.md. A table stands between
+All tables are in benchmarks/results/README.md, the short ones in docs/guides/performance.md, what recipes need and cost in
+examples/. A table stands between
 ``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is written by hand. ``--check`` compares, and
 exits with 1 where a page is out of date.
 """
@@ -18,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.harness import recipes as recipe_costs  # noqa: E402
 from benchmarks.harness import roofline  # noqa: E402
 from benchmarks.harness.kernel_classes import COMMUNICATION  # noqa: E402
 from benchmarks.harness.rows import ROWS, Row, flags_of, row_of  # noqa: E402
@@ -26,7 +28,11 @@ from megatron.training.config.resolve import resolve  # noqa: E402
 from megatron.training.model_description import describe_run  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (RESULTS / "README.md", ROOT / "docs" / "guides" / "performance.md")
+EXAMPLES = ("gpt3", "llama")
+PAGES = (
+    RESULTS / "README.md", ROOT / "docs" / "guides" / "performance.md", ROOT / "examples" / "README.md",
+    *(ROOT / "examples" / folder / "README.md" for folder in EXAMPLES),
+)  # fmt: skip
 TABLE = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 NOTHING = "Not measured yet.\n"
 VERSIONS = ("torch", "cuda", "cudnn", "triton", "nccl", "transformer_engine", "python", "commit")
@@ -212,6 +218,12 @@ def context_parallel() -> str:
     return table(header, rows) + f"\n{content['machine']['gpu']}, torch {content['machine']['torch']}, {settings}\n"
 
 
+def recipes(folder: str) -> str:
+    """What the recipes of one folder of examples/, or of all, need and cost."""
+    rows = recipe_costs.rows(folder, stored("training")["rows"])
+    return table(recipe_costs.HEADER, rows)
+
+
 def plain(name: str) -> Callable[[], str]:
     """The table of a benchmark whose file has ``rows`` or ``operations``: a list of records, or records by name."""
 
@@ -234,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "profiles": profiles, "limits": limits, "loss-curves": loss_curves, "context-parallel": context_parallel,
     "fusions": plain("fusions"), "cross-entropy": plain("cross_entropy"), "optimizer": plain("optimizer"),
     "copy-engines": plain("copy_engines"), "gemms": plain("gemms"),
+    "recipes": partial(recipes, ""), **{f"recipes-{folder}": partial(recipes, folder) for folder in EXAMPLES},
 }  # fmt: skip
 
 

@@ -128,6 +128,11 @@ def _batches(cfg: PretrainConfig) -> Rows:
             f"{plateau.size} sequences = {micro} x {dp} ranks x {steps} micro-batches, {plateau.size * length:,} tokens"
         )
         yield f"from sample {plateau.first_sample:,}", text
+    if vocab_size := vocab_size_of(cfg)[0]:
+        flops = describe_run(cfg, vocab_size).flops_per_sample
+        per_rank = flops * batch_sizes.batch_size_plateaus(cfg)[-1].size / cfg.world_size
+        seconds = f"{per_rank / 500e12:.3g} s at 500 TFLOP/s"
+        yield "computation", f"{flops / length:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration: {seconds}"
     if cfg.train_iters:
         samples = cfg.train_samples or batch_sizes.samples_from_iters(cfg, cfg.train_iters, dp)
         yield "training", f"{cfg.train_iters:,} iterations, {samples:,} sequences, {samples * length:,} tokens"

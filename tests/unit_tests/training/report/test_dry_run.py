@@ -58,6 +58,18 @@ def test_report_names_layout_batches_and_schedule():
         assert part in report, report
 
 
+def test_report_says_what_an_iteration_computes_and_takes():
+    """A dense parameter of a GEMM counts 6 FLOPs per token, half of the s x s scores 6 s h."""
+    text = "--global-batch-size 16 --untie-embeddings-and-output-weights --disable-bias-linear --vocab-size 1000"
+    (row,) = (row for row in dry_run_report(settings(text, 2)).splitlines() if "computation" in row)
+    per_token = 6 * (3 * 12 * 64 * 64 + 64 * 1000) + 3 * 6 * 32 * 64
+    per_rank = per_token * 32 * 16 / 2
+    assert row.split() == (
+        f"computation {per_token:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration: "
+        f"{per_rank / 500e12:.3g} s at 500 TFLOP/s"
+    ).split()
+
+
 def test_vocabulary_is_counted_from_files(tmp_path):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({"a": 0, "b": 1}))
@@ -76,7 +88,8 @@ def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
     model = tmp_path / "tokenizer.model"
     cfg = dataclasses.replace(cfg, resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
                               tokenizer_model=str(model))  # fmt: skip
-    assert "without the embedding" in dry_run_report(cfg)
+    report = dry_run_report(cfg)
+    assert "without the embedding" in report and "computation" not in report
 
 
 @pytest.mark.parametrize(("text", "world_size"), [("", 4), ("--dry-run-world-size 64", 64)])

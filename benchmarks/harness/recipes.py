@@ -1,0 +1,91 @@
+"""What the recipes of examples/ need and cost: their own ``--dry-run``, and speeds that were measured.
+
+A step is estimated by the FLOPs of a rank at the rate that a row of results/training.json reached with the same kind of
+layout, on H200s of one host.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A recipe on some GPUs."""
+
+    recipe: str
+    """Below examples/, without train_ and .sh."""
+    gpus: str
+    settings: str = ""
+    """Variables of the environment that are set otherwise than by default."""
+    flags: str = ""
+    like: str = ""
+    """Row of training.json whose rate is taken; empty: none was measured."""
+
+
+PRECISION_AWARE = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+CHOICES = (
+    Choice("gpt3/gpt3_175b_distributed", "80 GB", like="tp4-sp-overlap"),
+    Choice("gpt3/gpt3_175b_distributed", "80 GB", "NNODES=8 PP=8", like="tp4-sp-overlap"),
+    Choice("gpt3/gpt3_175b_distributed", "141 GB", "NNODES=4 PP=4", like="tp4-sp-overlap"),
+    Choice("llama/llama3_8b", "80 GB", like="pp2-zero-bubble"),
+    Choice("llama/llama3_8b", "80 GB", "GPUS_PER_NODE=4 PP=4", like="pp4-zero-bubble"),
+    Choice("llama/llama3_8b", "141 GB", "PP=1", like="dp4"),
+    Choice("llama/llama3_8b", "141 GB", "GPUS_PER_NODE=2", like="pp2-zero-bubble"),
+    Choice("llama/llama3_8b", "141 GB", "GPUS_PER_NODE=1 PP=1", PRECISION_AWARE, like="one-8b"),
+    Choice("llama/llama3_70b", "80 GB", like="tp4-sp-overlap"),
+    Choice("llama/llama3_70b", "80 GB", "NNODES=4 TP=8 PP=2", like="tp4-sp-overlap"),
+    Choice("llama/llama3_70b", "141 GB", "NNODES=2 TP=8 PP=2", like="tp4-sp-overlap"),
+)
+
+
+def dry_run(choice: Choice) -> str:
+    """The report of the recipe with these settings; ``RuntimeError`` with what it says instead."""
+    folder, _, name = choice.recipe.partition("/")
+    script = ROOT / "examples" / folder / f"train_{name}.sh"
+    settings = dict(pair.split("=") for pair in choice.settings.split())
+    command = ["bash", str(script), *choice.flags.split(), "--dry-run"]
+    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable, **settings}
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{choice}: {result.stderr}")
+    return result.stdout
+
+
+def found(pattern: str, report: str) -> list[str]:
+    """Everything that ``pattern`` finds, lines being lines."""
+    return re.findall(pattern, report, re.MULTILINE)
+
+
+def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
+    """A row for every choice of one folder of examples/, or of all for "": cells as ``HEADER`` names them."""
+    lines: list[tuple[object, ...]] = []
+    for choice in CHOICES:
+        if folder not in ("", choice.recipe.split("/")[0]):
+            continue
+        report = dry_run(choice)
+        (ranks, layout), = re.findall(r"^  ranks +(\d+) = (.*)$", report, re.MULTILINE)
+        totals = found(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", report)
+        (flops,), tokens = found(r"([\d.e+]+) per rank and iteration", report), found(r", ([\d,]+) tokens$", report)
+        rate = measured[choice.like]["tflops_per_gpu"] if choice.like else None
+        seconds = float(flops) / rate / 1e12 if rate else None
+        per_second = round(int(tokens[0].replace(",", "")) / seconds) if seconds else None
+        changed = f"`{' '.join([choice.settings, choice.flags]).strip()}`" if choice.settings or choice.flags else "defaults"
+        lines.append((
+            f"`train_{choice.recipe.split('/')[1]}.sh`", changed, f"{ranks} of {choice.gpus}",
+            " x ".join(axis for axis in layout.split(" x ") if not axis.endswith(" 1")) or "one",
+            f"{max(map(float, totals)):.0f}", seconds and f"{seconds:.3g}", per_second and f"{per_second:,}",
+            rate and f"{rate:.0f} (`{choice.like}`)",
+        ))  # fmt: skip
+    return lines
+
+
+HEADER = ("recipe", "set", "GPUs", "layout", "GiB per rank", "s per step", "tokens/s", "at TFLOP/s per GPU")

@@ -1,0 +1,144 @@
+"""The recipes of examples/: checked at their real size without a GPU, trained small, started by torchrun and under Slurm."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "examples").glob("*/train_*.sh"))
+
+PARAMETERS = {
+    "train_gpt3_175b_distributed": 174_604_259_328,
+    "train_llama3_8b": 8_030_261_248,
+    "train_llama3_70b": 70_553_706_496,
+}
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 300 --global-batch-size 4 --eval-iters 0 --num-workers 0 --log-interval 1"
+).split()
+SMALLER = {
+    "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
+    "--lr-decay-samples": "8", "--lr-warmup-samples": "4", "--lr-warmup-iters": "1",
+}  # fmt: skip
+"""Sizes that only some recipes give."""
+
+SRUN = """#!/usr/bin/env python3
+import os, re, signal, subprocess, sys
+options = [word for word in sys.argv[1:sys.argv.index("bash")]]
+nodes, per_node = (int(re.search(rf"--{name}=(\\d+)", " ".join(options))[1]) for name in ("nodes", "ntasks-per-node"))
+tasks = []
+for rank in range(nodes * per_node):
+    task = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": nodes * per_node, "SLURM_PROCID": rank, "SLURM_LOCALID": rank % per_node}
+    env = {**os.environ, **{name: str(value) for name, value in task.items()}}
+    tasks.append(subprocess.Popen(sys.argv[sys.argv.index("bash"):], env=env))
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: [task.send_signal(number) for task in tasks])
+sys.exit(max(task.wait() for task in tasks))
+"""
+"""As Slurm's srun: one task per rank with its place in the environment; signals go to all of them."""
+
+SCONTROL = '#!/bin/sh\nif [ "$1" = show ]; then echo 127.0.0.1; else echo "scontrol $*"; fi\n'
+
+
+def name_of(recipe):
+    return recipe.stem
+
+
+def small(recipe):
+    text = recipe.read_text()
+    return [*SMALL, *(word for flag, value in SMALLER.items() if flag in text for word in (flag, value))]
+
+
+@pytest.fixture(scope="module")
+def environment():
+    """The environment of a user: nothing set that a recipe or a launcher reads."""
+    ours = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NNODES", "TP", "PP", "SAVE", "DATA_PATH"}
+    kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
+    return {**kept, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def start(recipe, *flags, env, cwd):
+    return subprocess.run(["bash", recipe, *flags], env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def test_there_are_recipes():
+    assert {name_of(recipe) for recipe in RECIPES} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_recipe_fits_its_gpus_at_real_size(recipe, environment, tmp_path):
+    """The nodes that sbatch is asked for are those of the defaults; every rank leaves 9 of 80 GB to NCCL and CUDA."""
+    result = start(recipe, "--dry-run", env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f"{PARAMETERS[name_of(recipe)]:,}, " in result.stdout
+    totals = re.findall(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", result.stdout, re.MULTILINE)
+    assert max(map(float, totals)) < 71
+    nodes = int(re.search(r"^#SBATCH .*--nodes=(\d+)", recipe.read_text(), re.MULTILINE)[1])
+    assert f"ranks                      {nodes * 8} = " in result.stdout
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
+def test_recipe_trains_small_under_torchrun(recipe, environment, tmp_path):
+    layout = {"GPUS_PER_NODE": "2", "NNODES": "1", "TP": "2", "PP": "1", "SAVE": "checkpoints"}
+    env = {**environment, **layout, "MASTER_PORT": str(20000 + os.getpid() % 10000)}
+    result = start(recipe, *small(recipe), env=env, cwd=tmp_path)
+    assert result.returncode == 0 and "2 ranks = tensor 2" in result.stdout, result.stdout + result.stderr
+    assert re.findall(r"iteration +(\d+)/ +2 ", result.stdout) == ["1", "2"]
+    assert (tmp_path / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def test_wrong_settings_end_before_any_rank_starts(environment, tmp_path):
+    result = start(RECIPES[0], "--nope", "--hidden-size", "100", env={**environment, "NNODES": "2"}, cwd=tmp_path)
+    assert result.returncode == 2 and "--nope: unknown flag" in result.stderr
+
+
+def test_your_data_and_tokenizer_are_named_by_variables(environment, tmp_path):
+    env = {**environment, "DATA_PATH": "0.3 a 0.7 b", "TOKENIZER_MODEL": "tokenizer.json", "PYTHON": "echo"}
+    result = start(RECIPES[0], "--dry-run", env=env, cwd=tmp_path)
+    assert "--data-path 0.3 a 0.7 b --split 99,1,0 --tokenizer-type" in result.stdout
+    assert "--tokenizer-model tokenizer.json" in result.stdout and "--mock-data" not in result.stdout
+
+
+@pytest.fixture
+def slurm(environment, tmp_path):
+    """A batch script's environment on two nodes of one GPU, with stand-ins for Slurm's programs."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "gpu:1", "SLURM_PROCID": "0",
+           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}  # fmt: skip
+    return {**environment, **job, "PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}", "PP": "2", "SAVE": "saved"}
+
+
+def test_a_job_whose_time_is_up_saves_and_queues_again(slurm, tmp_path):
+    """sbatch runs a copy of the script, elsewhere; the signal reaches the batch script alone."""
+    recipe = ROOT / "examples" / "llama" / "train_llama3_8b.sh"
+    copy = tmp_path / "slurm_script"
+    copy.write_text(recipe.read_text())
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(["bash", copy, *small(recipe), "--train-iters", "100000"], env=slurm, cwd=tmp_path,
+                               stdout=log, stderr=subprocess.STDOUT)  # fmt: skip
+        try:
+            deadline = time.monotonic() + 200
+            while "iteration        3/" not in (tmp_path / "log").read_text():
+                assert job.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()
+                time.sleep(0.2)
+            job.send_signal(signal.SIGUSR1)
+            code = job.wait(120)
+        finally:
+            job.kill()
+    text = (tmp_path / "log").read_text()
+    assert code == 0 and f"scontrol requeue {slurm['SLURM_JOB_ID']}" in text, text
+    assert "successfully saved checkpoint" in text and "2 ranks = tensor 1 x context 1 x data 1 x pipeline 2" in text
+
+
+def test_a_failing_rank_fails_the_job_which_is_not_queued_again(slurm, tmp_path):
+    recipe = ROOT / "examples" / "llama" / "train_llama3_8b.sh"
+    result = start(recipe, *small(recipe), "--load", "nothing", "--exit-on-missing-checkpoint", env=slurm, cwd=tmp_path)
+    assert result.returncode != 0 and "requeue" not in result.stdout, result.stdout + result.stderr
