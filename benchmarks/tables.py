@@ -1,9 +1,8 @@
 """Writes the tables of measured figures from benchmarks/results/*.json: ``python benchmarks/tables.py [--check]``.
 
-All tables are in benchmarks/results/README.md, the short ones in docs/guides/performance.md, what recipes need and cost in
-examples/. A table stands between
-``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is written by hand. ``--check`` compares, and
-exits with 1 where a page is out of date.
+All tables are in benchmarks/results/README.md, the short ones in docs/guides/performance.md, what recipes need and
+cost in examples/. A table stands between ``<!-- table: NAME -->`` and ``<!-- end of table -->``; the text around it is
+written by hand. ``--check`` compares, and exits with 1 where a page is out of date.
 """
 
 from __future__ import annotations
@@ -220,7 +219,7 @@ def context_parallel() -> str:
 
 def recipes(folder: str) -> str:
     """What the recipes of one folder of examples/, or of all, need and cost."""
-    rows = recipe_costs.rows(folder, stored("training")["rows"])
+    rows = recipe_costs.rows(folder, stored("training").get("rows", {}))
     return table(recipe_costs.HEADER, rows)
 
 

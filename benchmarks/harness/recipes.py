@@ -75,12 +75,13 @@ def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
         (ranks, layout), = re.findall(r"^  ranks +(\d+) = (.*)$", report, re.MULTILINE)
         totals = found(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", report)
         (flops,), tokens = found(r"([\d.e+]+) per rank and iteration", report), found(r", ([\d,]+) tokens$", report)
-        rate = measured[choice.like]["tflops_per_gpu"] if choice.like else None
+        rate = measured.get(choice.like, {}).get("tflops_per_gpu")
         seconds = float(flops) / rate / 1e12 if rate else None
         per_second = round(int(tokens[0].replace(",", "")) / seconds) if seconds else None
-        changed = f"`{' '.join([choice.settings, choice.flags]).strip()}`" if choice.settings or choice.flags else "defaults"
+        changed = f"{choice.settings} {choice.flags}".strip()
         lines.append((
-            f"`train_{choice.recipe.split('/')[1]}.sh`", changed, f"{ranks} of {choice.gpus}",
+            f"`train_{choice.recipe.split('/')[1]}.sh`", f"`{changed}`" if changed else "defaults",
+            f"{ranks} of {choice.gpus}",
             " x ".join(axis for axis in layout.split(" x ") if not axis.endswith(" 1")) or "one",
             f"{max(map(float, totals)):.0f}", seconds and f"{seconds:.3g}", per_second and f"{per_second:,}",
             rate and f"{rate:.0f} (`{choice.like}`)",

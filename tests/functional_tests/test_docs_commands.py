@@ -1,4 +1,4 @@
-"""Every command in README.md and docs/**/*.md runs, and what the pages show as its output is its output.
+"""Every command in README.md, docs/ and examples/ runs, and what the pages show as its output is its output.
 
 Blocks marked ``bash`` run in order, page by page, in a folder with some text to work on; a block without a language
 that begins with ``$`` is a command and exactly what it prints. Sizes that take a cluster are made small first
@@ -23,7 +23,7 @@ import pytest
 from megatron.training.config.resolve import gpu_present
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE

@@ -1,4 +1,4 @@
-"""The recipes of examples/: checked at their real size without a GPU, trained small, started by torchrun and under Slurm."""
+"""The recipes of examples/: checked at real size without a GPU, trained small by torchrun and under Slurm."""
 
 import os
 import re
@@ -18,10 +18,11 @@ PARAMETERS = {
     "train_llama3_8b": 8_030_261_248,
     "train_llama3_70b": 70_553_706_496,
 }
-SMALL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
-    "--vocab-size 300 --global-batch-size 4 --eval-iters 0 --num-workers 0 --log-interval 1"
-).split()
+SMALL = {
+    "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "32",
+    "--max-position-embeddings": "32", "--vocab-size": "300", "--global-batch-size": "4", "--eval-iters": "0",
+    "--num-workers": "0",
+}  # fmt: skip
 SMALLER = {
     "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
     "--lr-decay-samples": "8", "--lr-warmup-samples": "4", "--lr-warmup-iters": "1",
@@ -34,8 +35,8 @@ options = [word for word in sys.argv[1:sys.argv.index("bash")]]
 nodes, per_node = (int(re.search(rf"--{name}=(\\d+)", " ".join(options))[1]) for name in ("nodes", "ntasks-per-node"))
 tasks = []
 for rank in range(nodes * per_node):
-    task = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": nodes * per_node, "SLURM_PROCID": rank, "SLURM_LOCALID": rank % per_node}
-    env = {**os.environ, **{name: str(value) for name, value in task.items()}}
+    task = {"STEP_ID": 0, "NTASKS": nodes * per_node, "PROCID": rank, "LOCALID": rank % per_node}
+    env = {**os.environ, **{f"SLURM_{name}": str(value) for name, value in task.items()}}
     tasks.append(subprocess.Popen(sys.argv[sys.argv.index("bash"):], env=env))
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: [task.send_signal(number) for task in tasks])
@@ -52,7 +53,8 @@ def name_of(recipe):
 
 def small(recipe):
     text = recipe.read_text()
-    return [*SMALL, *(word for flag, value in SMALLER.items() if flag in text for word in (flag, value))]
+    sizes = {**SMALL, **{flag: value for flag, value in SMALLER.items() if flag in text}}
+    return [word for pair in sizes.items() for word in pair]
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +113,8 @@ def slurm(environment, tmp_path):
     for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "gpu:1", "SLURM_PROCID": "0",
-           "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}  # fmt: skip
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "gpu:1",
+           "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": str(ROOT)}  # fmt: skip
     return {**environment, **job, "PATH": f"{tmp_path}{os.pathsep}{environment['PATH']}", "PP": "2", "SAVE": "saved"}
 
 

@@ -19,8 +19,10 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CODE = re.compile(r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]+\]\((?P<target>[^)\s]+)\)")
 OF_OTHERS = {"--nproc-per-node", "--standalone", "--max-restarts", "--rdzv-conf", "--help", "--no-build-isolation",
-             "--inplace"}  # fmt: skip
-"""Flags of torchrun, pip and setup.py."""
+             "--inplace", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--nodes", "--ntasks-per-node",
+             "--gpus-per-node", "--gpus-per-task", "--exclusive", "--mem", "--signal", "--requeue", "--open-mode",
+             "--time", "--cpu-bind", "--dependency", "--gpus", "--ipc", "--ulimit", "--device", "--network"}  # fmt: skip
+"""Flags of torchrun, pip, setup.py, Slurm and Docker."""
 OF_THE_USER = {"task.py", "my_task.py"}
 
 
