@@ -36,8 +36,8 @@ class Model:
         self.micro_batch_size = size
         self.side_losses: dict[str, list[tuple[float, Tensor]]] = {}
         """Name -> (coefficient, mean) of every layer with experts."""
-        self.later_losses: list[tuple[Tensor, float]] = []
-        """(sum, number of tokens) of the losses of tokens further ahead."""
+        self.later_losses: list[tuple[Tensor, Tensor]] = []
+        """Losses of tokens further ahead: (sum, number of tokens) of every sequence [b]."""
 
     def losses(self) -> Tensor:
         """Loss of every token [b, s]."""
@@ -52,9 +52,9 @@ class Model:
             tokens, labels, mask = (F.pad(each[:, 1:], (0, 1)) for each in (tokens, labels, mask))
             at = f"mtp.layers.{depth}"
             both = self.norm(self.embedding(tokens), f"{at}.enorm"), self.norm(x, f"{at}.hnorm")
-            x = self.layer(self.linear(torch.cat(both, dim=-1), f"{at}.eh_proj"), f"{at}.mtp_model_layer", depth + 1)
-            x = self.norm(x, f"{at}.final_layernorm")
-            self.later_losses.append(((self.cross_entropy(x, labels) * mask).sum(), float(mask.sum())))
+            x, number = self.linear(torch.cat(both, dim=-1), f"{at}.eh_proj"), c.num_layers + depth + 1
+            x = self.norm(self.layer(x, f"{at}.mtp_model_layer", number), f"{at}.final_layernorm")
+            self.later_losses.append(((self.cross_entropy(x, labels) * mask).sum(dim=1), mask.sum(dim=1)))
         return losses
 
     def embedding(self, tokens: Tensor) -> Tensor:

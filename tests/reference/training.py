@@ -172,18 +172,19 @@ def clip_factor(c: Settings, size: float) -> float:
 
 
 def gradients_of(c: Settings, weights: Weights, routers: dict, samples: list, first: int) -> tuple[dict, Weights]:
-    """Means that a global batch logs, and gradients of what is minimized; samples are ``first`` and on of the stream.
-
-    That is the mean loss of valid tokens, and that of tokens further ahead, and losses of every layer with experts."""
+    """Means that a global batch logs, and gradients of what is minimized: the mean loss of valid tokens; the losses of
+    tokens further ahead, where a sequence weighs as much as in the main loss; and those of layers with experts."""
     leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
     batch = batch_of(c, samples, first)
     model = Model(c, leaves, batch, routers, c.micro_batch_size, training=True)
-    count = float(batch.loss_mask.sum())
+    valid = torch.from_numpy(batch.loss_mask).sum(dim=1)
+    count = valid.sum().item()
     objective = (model.losses() * torch.from_numpy(batch.loss_mask)).sum() / count
     record = {"lm loss": objective.item(), "num_tokens": count}
-    for depth, (total, tokens) in enumerate(model.later_losses, start=1):
-        record[f"mtp_{depth} loss"] = total.item() / tokens
-        objective = objective + c.mtp_loss_scaling_factor / len(model.later_losses) * total / tokens
+    for depth, (totals, tokens) in enumerate(model.later_losses, start=1):
+        record[f"mtp_{depth} loss"] = (totals.sum() / tokens.sum()).item()
+        mean = (totals / tokens.clamp(min=1) * valid).sum() / count
+        objective = objective + c.mtp_loss_scaling_factor / len(model.later_losses) * mean
     for name, terms in model.side_losses.items():
         record[name] = sum(term.item() for _, term in terms) / len(terms)
         objective = objective + sum(coefficient * term for coefficient, term in terms)

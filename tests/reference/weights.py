@@ -37,20 +37,18 @@ def has_experts(c: Settings, layer: int) -> bool:
 def initial_weights(c: Settings) -> Weights:
     """Weights in fp64."""
     make = _Maker(c)
-    make.matrix("embedding.word_embeddings.weight", c.vocab_size, c.hidden_size, std=make.embedding_std)
-    if c.position_embedding_type == "learned_absolute":
-        rows = c.max_position_embeddings
-        make.matrix("embedding.position_embeddings.weight", rows, c.hidden_size, std=make.embedding_std)
+    tables = {"word": c.vocab_size, "position": c.max_position_embeddings}
+    for kind in ("word", "position") if c.position_embedding_type == "learned_absolute" else ("word",):
+        make.matrix(f"embedding.{kind}_embeddings.weight", tables[kind], c.hidden_size, std=make.embedding_std)
     for layer in range(c.num_layers):
         make.layer(f"decoder.layers.{layer}", has_experts(c, layer))
     make.norm("decoder.final_layernorm", c.hidden_size)
     for depth in range(c.mtp_num_layers or 0):
         at = f"mtp.layers.{depth}"
-        make.norm(f"{at}.enorm", c.hidden_size)
-        make.norm(f"{at}.hnorm", c.hidden_size)
+        for part in ("enorm", "hnorm", "final_layernorm"):
+            make.norm(f"{at}.{part}", c.hidden_size)
         make.matrix(f"{at}.eh_proj.weight", c.hidden_size, 2 * c.hidden_size)
         make.layer(f"{at}.mtp_model_layer", has_experts(c, c.num_layers - 1))
-        make.norm(f"{at}.final_layernorm", c.hidden_size)
     if c.untie_embeddings_and_output_weights:
         make.matrix("output_layer.weight", c.vocab_size, c.hidden_size)
     return make.weights
