@@ -33,7 +33,8 @@ SETTINGS = (
 
 def describe_feed_forward(config: Config, place: LayerPlace) -> Piece:
     """A mixture of experts in the layers that have one, else one feed-forward network."""
-    describe = describe_moe if has_experts(config, place.layer_number) else describe_mlp
+    number = min(place.layer_number, config.num_layers)  # layers of multi-token prediction are as the last one
+    describe = describe_moe if has_experts(config, number) else describe_mlp
     return describe(config, place)
 
 
