@@ -38,6 +38,7 @@ TITLES = {
     "tokens_per_second": "tokens per second",
     "seconds_per_iteration": "seconds per iteration",
     "mfu": "MFU",
+    "load of experts": "entropy of the experts' load (1: equal; worst layer)",
 }
 X_LABELS = {"iteration": "iteration", "samples": "samples consumed", "tokens": "tokens trained on"}
 
@@ -66,7 +67,7 @@ class Run:
     def losses(self) -> list[str]:
         """Names of the losses: what evaluations report too, else whatever is called a loss."""
         evaluated = list(dict.fromkeys(name for name, _ in self.evaluation))
-        return evaluated or [name for name in self.train if name.endswith("loss")]
+        return evaluated or [name for name in self.train if name.endswith("loss") and "/" not in name]
 
 
 def metrics_path(path: Path) -> Path:
@@ -87,7 +88,7 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
             tokens += record.get("num_tokens", 0)
             x = {"iteration": record["iteration"], "samples": record["consumed_samples"], "tokens": tokens}[x_axis]
             x_of_iteration[record["iteration"]] = x
-            for key, value in record.items():
+            for key, value in {**record, **statistics_of(record)}.items():
                 if is_number(value) and key not in ("iteration", "consumed_samples"):
                     run.train.setdefault(key, Series()).add(x, value)
         elif record.get("kind") in ("valid", "test"):
@@ -107,6 +108,13 @@ def load(path: Path, label: str, x_axis: str = "iteration") -> Run:
     if not run.train and not run.evaluation:
         raise ValueError(f"{file}: no record in it yet")
     return run
+
+
+def statistics_of(record: dict[str, Any]) -> dict[str, float]:
+    """Those of modules, ``layer 4/dropped``, and of all layers the least equal load of experts."""
+    values = record.get("statistics", {})
+    entropies = [value for key, value in values.items() if key.endswith("/tokens_per_expert entropy")]
+    return {**values, "load of experts": min(entropies)} if entropies else values
 
 
 def is_number(value: Any) -> bool:
@@ -149,11 +157,12 @@ def panels_of(runs: list[Run], keys: list[str] | None) -> list[str]:
     if keys:
         missing = [key for key in keys if key not in known]
         if missing:
-            raise ValueError(f"--keys {missing[0]!r}: no run has it; there are {', '.join(sorted(known))}")
+            names = ", ".join(sorted(known, key=lambda key: ("/" in key, key)))
+            raise ValueError(f"--keys {missing[0]!r}: no run has it; there are {names}")
         return keys
     losses = list(dict.fromkeys(name for run in runs for name in run.losses()))
     speed = "tflops_per_device" if any("tflops_per_device" in run.timing for run in runs) else "tokens_per_second"
-    return [key for key in [*losses, "learning_rate", "grad_norm", speed] if key in known]
+    return [key for key in [*losses, "learning_rate", "grad_norm", "load of experts", speed] if key in known]
 
 
 def draw(runs: list[Run], output: Path, *, keys: list[str] | None, smooth: float | None, x_axis: str) -> None:
@@ -288,7 +297,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="picture to write; its ending (.png, .pdf, .svg) is its format")
     parser.add_argument("--text", action="store_true", help="draw on the terminal")
     parser.add_argument(
-        "--keys", nargs="+", help="values to draw; default: losses, learning rate, gradient norm, speed"
+        "--keys", nargs="+", help="values to draw; default: losses, learning rate, gradient norm, experts, speed"
     )
     parser.add_argument("--labels", nargs="+", help="a name for each run; default: what tells their paths apart")
     parser.add_argument(

@@ -41,6 +41,7 @@ from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
 from megatron.training.config.training import ProfilingConfig  # noqa: E402
 from megatron.training.config.validation import ValidationConfig  # noqa: E402
+from megatron.training.report.memory import expert_tensor_ranks  # noqa: E402
 from megatron.training.report.pipeline import stages_of  # noqa: E402
 
 LEFT_OUT = (
@@ -69,7 +70,7 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
         for field in dataclasses.fields(group)
         if field.name not in kept
     }
-    values |= _small_network(resolved) | _small_batches(resolved) | _small_stages(resolved)
+    values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved) | _small_stages(resolved)
     values |= {
         "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
         "train_samples": None, "lr": 1e-2,
@@ -101,6 +102,22 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
+    """Some more experts than a token takes, narrow ones, on as many ranks and in as many groups. Capacity, which counts
+    a rank's tokens, has room for all of them: what is dropped would depend on the layout."""
+    if cfg.num_moe_experts is None:
+        return {}
+    chosen, together = cfg.moe_router_topk, math.lcm(cfg.expert_model_parallel_size, cfg.moe_router_num_groups or 1)
+    least = max(chosen + 1, chosen // (cfg.moe_router_group_topk or chosen) * (cfg.moe_router_num_groups or 1), 4)
+    experts = min(cfg.num_moe_experts, math.ceil(least / together) * together)
+    shared = cfg.moe_shared_expert_intermediate_size and 8 * cfg.tensor_model_parallel_size
+    return {
+        "num_moe_experts": experts, "moe_ffn_hidden_size": 8 * expert_tensor_ranks(cfg),
+        "moe_shared_expert_intermediate_size": shared,
+        "moe_expert_capacity_factor": cfg.moe_expert_capacity_factor and experts / chosen,
+    }  # fmt: skip
+
+
 def _small_heads(heads: int, groups: int, ranks: int) -> tuple[int, int]:
     """The smallest numbers with the same ratio that split over ``ranks`` as the originals do."""
     ratio = heads // groups
@@ -123,11 +140,11 @@ def _few_layers(cfg: PretrainConfig) -> int:
     """All layers where the stages are laid out one by one, else the least multiple of the stages with two per rank."""
     stages = cfg.pipeline_model_parallel_size * virtual_pipeline_size(cfg)
     given = cfg.decoder_first_pipeline_num_layers, cfg.decoder_last_pipeline_num_layers
-    fixed = cfg.spec or cfg.pipeline_model_parallel_layout or isinstance(cfg.window_attn_skip_freq, list)
+    patterns = [each for each in (cfg.window_attn_skip_freq, cfg.moe_layer_freq) if each is not None]
+    fixed = cfg.spec or cfg.pipeline_model_parallel_layout or any(isinstance(each, list) for each in patterns)
     if fixed or len(cfg.cp_comm_type) > 1 or any(given) or cfg.num_layers_per_virtual_pipeline_stage:
         return cfg.num_layers
-    period = cfg.window_attn_skip_freq if isinstance(cfg.window_attn_skip_freq, int) else 1
-    least = math.lcm(stages, period) * (2 if stages == 1 else 1)
+    least = math.lcm(stages, *(each for each in patterns if isinstance(each, int))) * (2 if stages == 1 else 1)
     return min(cfg.num_layers, least + cfg.num_layers % stages)
 
 
@@ -137,6 +154,7 @@ def _small_stages(cfg: PretrainConfig) -> dict[str, Any]:
     if cfg.pipeline_model_parallel_layout or not any(stage.cuts_layers for stage in stages):
         return {}
     differ = cfg.window_attn_skip_freq is not None or len(cfg.cp_comm_type) > 1 or cfg.spec is not None
+    differ = differ or (cfg.num_moe_experts is not None and cfg.moe_layer_freq != 1)
     words, num_layers = [], 0
     for stage in stages:
         letters = ""
@@ -166,7 +184,8 @@ def _small_batches(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def one_rank(cfg: PretrainConfig) -> PretrainConfig:
-    """The same model without any layout: the whole batch in one micro-batch."""
+    """The same model without any layout: the whole batch in one micro-batch, but for experts that are balanced over
+    each micro-batch."""
     defaults = PretrainConfig()
     layout = [
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel",
@@ -178,10 +197,12 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
         "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "pipeline_schedule",
         "whole_layers_in_pipeline_split",
         "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules",
-        "recompute_activations", "distribute_saved_activations",
+        "recompute_activations", "distribute_saved_activations", "expert_model_parallel_size",
+        "expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_fusion",
     ]  # fmt: skip
     values = {name: getattr(defaults, name) for name in layout}
-    values["micro_batch_size"] = cfg.global_batch_size
+    if cfg.num_moe_experts is None or not {"aux_loss", "sinkhorn"} & set(cfg.moe_router_load_balancing_type):
+        values["micro_batch_size"] = cfg.global_batch_size
     return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
 
 
@@ -286,6 +307,12 @@ def main(argv: list[str]) -> int:
         f" {resolved.num_query_groups} key-value groups, sequences of {resolved.seq_length}, batches of"
         f" {resolved.global_batch_size} in micro-batches of {resolved.micro_batch_size}"
     )
+    if resolved.num_moe_experts is not None:
+        ep, etp = resolved.expert_model_parallel_size, expert_tensor_ranks(resolved)
+        print(
+            f"{resolved.num_moe_experts} experts, {resolved.moe_router_topk} per token, over expert {ep} x tensor {etp}"
+            " ranks"
+        )
     began = time.perf_counter()
     verdict = verify(small, world_size, options.steps)
     print(table(verdict))

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -187,11 +188,9 @@ def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Prob
 
 def smallest_world_size(cfg: PretrainConfig) -> int:
     """Ranks of one model replica."""
-    sizes = (cfg.tensor_model_parallel_size, cfg.pipeline_model_parallel_size, cfg.context_parallel_size)
-    replica = 1
-    for size in sizes:
-        replica *= max(size, 1)
-    return replica
+    dense = max(cfg.tensor_model_parallel_size, 1) * max(cfg.context_parallel_size, 1)
+    of_experts = cfg.expert_model_parallel_size * (cfg.expert_tensor_parallel_size or cfg.tensor_model_parallel_size)
+    return max(cfg.pipeline_model_parallel_size, 1) * (math.lcm(dense, of_experts) if cfg.num_moe_experts else dense)
 
 
 def _read_yaml(specs: Sequence[FlagSpec], path: str | None) -> tuple[dict[str, Any], list[Problem]]:

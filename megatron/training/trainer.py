@@ -118,8 +118,9 @@ class Trainer:
             losses=sums.means(), num_tokens=sums.num_tokens, learning_rate=0.0, global_batch_size=size,
             statistics=summaries(statistics),
         )  # fmt: skip
-        checked = sums.pairs | invalid_values(statistics)
-        losses = named_by_origin(local, checked)
+        invalid = invalid_values(statistics)
+        checked = sums.pairs | invalid
+        losses = invalid | named_by_origin(local, sums.pairs)  # the layer first: a loss that is NaN tells less
         if self.finite is None:
             if self.cfg.check_for_nan_in_loss_and_grad:
                 check_finite(

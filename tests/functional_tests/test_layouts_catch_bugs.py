@@ -9,6 +9,7 @@ from tests.test_utils.layouts import compare_with_reference, configure
 
 EMBEDDING = "embedding.word_embeddings.weight"
 NORM = "decoder.layers.0.input_layernorm.weight"
+EXPERTS, ROUTER = "decoder.layers.0.mlp.experts.", "decoder.layers.0.mlp.router.weight"
 
 # planted bug, row, what is found first: its kind, and how its name begins
 BUGS = [
@@ -37,6 +38,14 @@ BUGS = [
     ("context_parallel_rank_forgets_the_others", "cp2", "gradient", EMBEDDING),
     ("untied_embeddings", "zero2-pp4-gather", "gradient", EMBEDDING),
     ("attention_gradients_of_blocks_are_off", "cp2", "gradient", ""),
+    ("router_gradients_not_summed", "tp2-sp-ep2-etp2", "gradient", ROUTER),
+    ("experts_summed_over_dense_ranks", "ep2-etp2-dp8", "gradient", EXPERTS),
+    ("gradients_of_experts_averaged", "ep2-alltoall", "gradient", EXPERTS),
+    ("experts_counted_by_every_copy", "ep2-zero-instances", "norm", "gradient norm"),
+    ("norm_without_the_experts_of_others", "ep8-alltoall", "norm", "gradient norm"),
+    ("expert_bias_from_own_tokens", "ep2-zero-instances", "weight", "decoder.layers.1.mlp.router.expert_bias"),
+    ("side_losses_averaged_over_ranks", "ep2-alltoall", "gradient", EMBEDDING),
+    ("balance_of_own_positions", "cp2-tp2-sp-ep2", "loss", "seq_load_balancing_loss"),
 ]
 
 

@@ -256,3 +256,93 @@ def masks_from_the_clock(rank):
         return torch.rand(mask.shape, generator=generator) >= rate
 
     return mock.patch.object(where, "keep_mask", drawn)
+
+
+def router_gradients_not_summed(rank):
+    """Gradients of routers stay those of this rank's positions under sequence parallelism."""
+    where = module("megatron.core.distributed.partial_gradients")
+    correct = where._partial_sums
+
+    def without_routers(modules, groups):
+        modules = list(modules)
+        named = [pair for each in modules for pair in each.named_parameters()]
+        left_out = {each.main_grad.data_ptr() for name, each in named if "router" in name}
+        return [pair for pair in correct(modules, groups) if pair[1].gradient.data_ptr() not in left_out]
+
+    return mock.patch.object(where, "_partial_sums", without_routers)
+
+
+def experts_summed_over_dense_ranks(rank):
+    """Gradients of experts are summed over all data-parallel ranks, some of which have other experts."""
+    return _other_expert_groups(lambda groups, correct: groups.dense)
+
+
+def experts_counted_by_every_copy(rank):
+    """The gradient norm counts an expert as often as there are copies of it."""
+    return _other_expert_groups(lambda groups, correct: correct._replace(model=groups.world))
+
+
+def norm_without_the_experts_of_others(rank):
+    """The gradient norm adds up experts over the ranks that share dense weights."""
+    return _other_expert_groups(lambda groups, correct: correct._replace(model=groups.tp_pp))
+
+
+def _other_expert_groups(change):
+    where = module("megatron.core.groups.process_groups").ProcessGroups
+    correct = where.expert.fget
+    return mock.patch.object(where, "expert", property(lambda self: change(self, correct(self))))
+
+
+def gradients_of_experts_averaged(rank):
+    """Gradients of experts are divided by the expert-parallel ranks, whose tokens they all have."""
+    where = module("megatron.core.distributed.finalize_model_grads")
+    correct = where.sum_partial_gradients
+
+    def averaged(modules, groups):
+        correct(modules, groups)
+        for name, parameter in (pair for each in modules for pair in each.named_parameters()):
+            if ".experts." in name:
+                parameter.main_grad.div_(groups.ep.size)
+
+    return mock.patch.object(where, "sum_partial_gradients", averaged)
+
+
+def expert_bias_from_own_tokens(rank):
+    """The bias of the choice follows the load that this rank's tokens make."""
+    router = module("megatron.core.transformer.moe.router").TopKRouter
+    statistics = module("megatron.core.transformer.statistics").StepStatistics
+    take, end_step = statistics.take, router.end_step
+
+    def noting(self, device):
+        self.taken = take(self, device)
+        return self.taken
+
+    def by_own(self, totals):
+        end_step(self, totals | {"tokens_per_expert": self.statistics.taken[: self.num_experts]})
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(statistics, "take", noting))
+    stack.enter_context(mock.patch.object(router, "end_step", by_own))
+    return stack
+
+
+def side_losses_averaged_over_ranks(rank):
+    """Balancing losses are divided by the data-parallel ranks, although every rank has sequences of its own."""
+    where = module("megatron.core.transformer.moe.router")
+    correct = where.attach_loss
+
+    def averaged(values, loss, scale):
+        return correct(values, loss, scale / module("megatron.core.parallel_state").get_process_groups().dp.size)
+
+    return mock.patch.object(where, "attach_loss", averaged)
+
+
+def balance_of_own_positions(rank):
+    """Balancing losses take the positions of this rank for the whole sequence."""
+    where = module("megatron.core.transformer.moe.router")
+    correct = where.fractions
+
+    def of_own(rule, counts_be, last_batch_e, sharers):
+        return correct(rule, counts_be, last_batch_e, type(sharers)("alone"))
+
+    return mock.patch.object(where, "fractions", of_own)

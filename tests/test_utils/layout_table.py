@@ -1,6 +1,6 @@
 """The rows of the matrix: models (flags that change the numbers) and layouts (flags that must not)."""
 
-from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS
+from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS, IN_THE_SUITE
 from tests.test_utils.layouts import Layout
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
@@ -336,7 +336,7 @@ THROUGH_COPY_ENGINES = [
 ]  # fmt: skip
 """What they carry: collectives of sequence parallelism, messages between stages."""
 
-EXTENDED = {
+EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
     "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
     "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",
     "tp2-sp-llama", "tp4-groups-below-ranks", "tp2-sp-packed", "tp2-window", "tp2-dp2", "tp2-sp-dp2", "tp2-sp-dp4",

@@ -47,8 +47,10 @@ class Layout:
 
     @property
     def reference(self):
-        """The same on one rank, the whole batch in one micro-batch; all steps, of which shorter rows use the first."""
-        return dataclasses.replace(self, layout="--micro-batch-size 8", world_size=1, steps=STEPS)
+        """The same on one rank, the whole batch in one micro-batch if the model does not name its size; all steps, of
+        which shorter rows use the first."""
+        layout = "" if "--micro-batch-size" in self.model else "--micro-batch-size 8"
+        return dataclasses.replace(self, layout=layout, world_size=1, steps=STEPS)
 
 
 def configure(argv, world_size, precision):

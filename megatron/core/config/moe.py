@@ -32,7 +32,7 @@ class MoEConfig:
     """Multiply the shared expert's output by the sigmoid of a learned projection of its input (Qwen2-MoE)."""
 
     moe_shared_expert_overlap: bool = False
-    """Compute the shared expert while tokens travel to and from the experts. Needs
+    """Compute the shared expert while tokens travel to the experts, and its gradient while those travel back. Needs
     --moe-shared-expert-intermediate-size."""
 
     expert_model_parallel_size: NumRanks = 1
@@ -105,9 +105,6 @@ class MoEConfig:
     moe_fusion: bool = flag("--no-moe-fusion", default=True)
     """Plain torch operations for permutation and experts, one expert at a time, instead of kernels and grouped
     GEMMs."""
-
-    moe_per_layer_logging: bool = False
-    """Log the auxiliary losses of every layer beside their means."""
 
 
 def has_experts(config: MoEConfig, layer_number: int) -> bool:

@@ -106,7 +106,7 @@ def losses_of(totals: Totals) -> dict[str, Tensor]:
 
 def invalid_values(totals: Totals) -> dict[str, Tensor]:
     """``what -> [NaN or 0, 1]``: NaN where a module has counted values that are not finite."""
-    counts = {f"{name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
+    counts = {f"a {name.removeprefix('nonfinite_').replace('_', ' ')} of {label}": sums[name]
               for label, sums in totals.items() for name in sums if name.startswith("nonfinite_")}
     if not counts:
         return {}

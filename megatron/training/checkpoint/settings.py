@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
 from megatron.core.models.gpt_description import SETTINGS as DECODER_SETTINGS
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
+from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.schema import is_number
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
@@ -31,14 +32,16 @@ SIZES = (
 )  # fmt: skip
 """Taken from the checkpoint only where the command line says nothing."""
 
-ARCHITECTURE = tuple(dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS)))
+ARCHITECTURE = tuple(
+    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS))
+)
 """What the weights of the built-in layers mean: taken from the checkpoint by --use-checkpoint-args, and refused where
 it differs. A model's own description names what its layers add."""
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
 LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
-    "sequence_parallel", "context_parallel_size",
+    "sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
 
@@ -59,6 +62,9 @@ NUMBERS = (
     "attention_softmax_in_fp32", "iterations_to_skip", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
     "grad_reduce_in_bf16", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
     "loss_scale_window", "min_loss_scale", "hysteresis",
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
+    "moe_router_dtype", "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_expert_capacity_factor",
+    "moe_token_drop_policy",
 )  # fmt: skip
 """Settings computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
 

@@ -15,7 +15,7 @@ def experts_are_there(cfg: PretrainConfig) -> Problems:
 
 
 def layers_with_experts_are_named(cfg: PretrainConfig) -> Problems:
-    pattern = cfg.moe_layer_freq
+    pattern = cfg.moe_layer_freq if cfg.num_moe_experts else 1
     if isinstance(pattern, list) and cfg.num_layers and len(pattern) != cfg.num_layers:
         yield problem(cfg, "moe_layer_freq", f"has {len(pattern)} entries for {cfg.num_layers} layers")
 

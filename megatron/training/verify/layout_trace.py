@@ -82,6 +82,7 @@ class Trace(NamedTuple):
 
     step: int
     losses: dict[str, float]
+    """Statistics of modules, such as the load of experts, among them."""
     norm: float | None
     gradients: list[ShardedTensor]
     weights: list[ShardedTensor]
@@ -108,7 +109,7 @@ def trace(
         yield Trace(0, {}, None, [], weight_shards(parts))
         for step in range(1, steps + 1):
             metrics = trainer.train_step()
-            losses = {name: float(value) for name, value in metrics.losses.items()}
+            losses = {name: float(value) for name, value in (metrics.losses | metrics.statistics).items()}
             norm = None if metrics.grad_norm is None else float(metrics.grad_norm)
             yield Trace(step, losses, norm, gradients, weight_shards(parts))
 

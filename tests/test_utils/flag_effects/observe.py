@@ -209,7 +209,8 @@ def _note_build(run, parts):
         rotary = getattr(unwrapped(chunk), "rotary_pos_emb", None)
         run.rotary = None if rotary is None else [each.squeeze().tolist() for each in rotary(8)]
     run.groups = {
-        axis: tuple(getattr(parts.groups, axis).ranks) for axis in ("tp", "pp", "cp", "dp", "cp_a2a", "dp_cp_shard")
+        axis: tuple(getattr(parts.groups, axis).ranks)
+        for axis in ("tp", "pp", "cp", "dp", "cp_a2a", "dp_cp_shard", "ep", "etp")
     }
     run.loaded_moments = _moments(parts)
 

@@ -79,6 +79,10 @@ class Run:
         """One value of every record of a kind."""
         return [record.get(name) for record in self.records if record["kind"] == kind]
 
+    def statistic(self, name):
+        """One statistic of a module, ``layer 1/dropped``, of every step."""
+        return [record["statistics"].get(name) for record in self.records if record["kind"] == "train"]
+
     @property
     def losses(self):
         return self.column("lm loss")

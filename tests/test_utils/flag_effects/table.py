@@ -3,6 +3,7 @@
 from tests.test_utils.flag_effects import (
     checkpoints,
     data,
+    experts,
     layouts,
     network,
     optimizer,
@@ -13,7 +14,7 @@ from tests.test_utils.flag_effects import (
 
 TABLE = [
     *network.ROWS, *positions.ROWS, *optimizer.ROWS, *training.ROWS, *data.ROWS, *checkpoints.ROWS, *layouts.ROWS,
-    *tokenizers.ROWS,
+    *tokenizers.ROWS, *experts.ROWS,
 ]  # fmt: skip
 
 EXEMPT: dict[str, str] = {}

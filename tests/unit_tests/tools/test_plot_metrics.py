@@ -47,6 +47,22 @@ def test_the_default_picture_shows_loss_rate_norm_and_speed(tmp_path):
     assert panels_of([load(write_run(tmp_path / "b", timing=False), "b")], None)[-1] == "grad_norm"
 
 
+def test_the_load_of_experts_is_a_panel_and_statistics_can_be_asked_for(tmp_path):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for i in range(1, 9):
+        statistics = {"layer 1/tokens_per_expert entropy": 0.9, "layer 2/tokens_per_expert entropy": 0.1 * i,
+                      "layer 2/dropped": 3.0, "layer 2/z_loss": 1.0}  # fmt: skip
+        step = StepMetrics(losses={"lm loss": 1.0}, num_tokens=9, learning_rate=1e-3, global_batch_size=4,
+                           statistics=statistics)  # fmt: skip
+        file.append(train_record(i, 4 * i, step))
+    file.flush()
+    run = load(tmp_path, "run")
+    assert panels_of([run], None) == ["lm loss", "learning_rate", "load of experts"]
+    assert run.train["load of experts"].y == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8])
+    asked = ["--keys", "layer 2/dropped", "load of experts"]
+    assert main([str(tmp_path), "--output", str(tmp_path / "p.png"), *asked]) == 0
+
+
 def test_asked_keys_are_drawn_and_unknown_ones_refused_with_what_there_is(tmp_path, capsys):
     folder = write_run(tmp_path)
     assert main([str(folder), "--output", str(tmp_path / "p.svg"), "--keys", "num_tokens"]) == 0

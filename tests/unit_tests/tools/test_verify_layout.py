@@ -80,3 +80,35 @@ def test_contradictions_exit_with_2_and_all_reasons(capsys):
     assert verify_layout.main([*LLAMA, *flags]) == 2
     errors = capsys.readouterr().err
     assert "--num-attention-heads" in errors and "--num-distributed-optimizer-instances" in errors
+
+
+DEEPSEEK = (
+    "--num-experts 256 --moe-router-topk 8 --moe-router-num-groups 8 --moe-router-group-topk 4 --moe-ffn-hidden-size"
+    " 2048 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-layer-freq ([0]*2+[1]*2)"
+    " --num-layers 4 --moe-shared-expert-intermediate-size 2048"
+)
+MIXTRAL = "--num-experts 8 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --sequence-parallel"
+
+
+@pytest.mark.parametrize(
+    ("layout", "experts", "width", "ranks"),
+    [
+        (f"{DEEPSEEK} --expert-model-parallel-size 4", 16, 8, 4),
+        (f"{DEEPSEEK} --expert-model-parallel-size 16 --context-parallel-size 8", 16, 8, 16),
+        (f"{MIXTRAL} --expert-model-parallel-size 8", 8, 8, 8),
+        (f"{MIXTRAL} --tensor-model-parallel-size 2 --expert-model-parallel-size 4", 4, 16, 8),
+        (f"{MIXTRAL} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 2"
+         " --moe-expert-capacity-factor 1", 4, 8, 2),
+    ],
+)  # fmt: skip
+def test_what_experts_care_about_is_kept(layout, experts, width, ranks):
+    cfg = shrunk(*layout.split())
+    assert (cfg.num_moe_experts, cfg.moe_ffn_hidden_size, cfg.world_size) == (experts, width, ranks)
+    assert cfg.moe_expert_capacity_factor in (None, cfg.num_moe_experts / cfg.moe_router_topk)
+
+
+def test_a_sound_layout_of_experts_exits_with_0(capsys):
+    layout = "--tensor-model-parallel-size 2 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 --steps 2"
+    assert verify_layout.main([*LLAMA, *MIXTRAL.split(), *layout.split()]) == 0
+    out = capsys.readouterr().out
+    assert "4 experts, 2 per token, over expert 2 x tensor 1 ranks" in out and "\nequal: " in out

@@ -129,7 +129,8 @@ def test_retired_spellings_are_logged(caplog):
         ("--retro-workdir x", "--retro-workdir: was removed from Megatron-LM; leave it out"),
         ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers"),
         ("--window-size a", "--window-size a: "),
-        ("--moe-layer-freq [2]", "--moe-layer-freq 2: mixture of experts is not available yet"),
+        ("--moe-layer-freq [2]", "--moe-layer-freq [2]: must be an integer"),
+        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex: this dispatcher is not available"),
         ("--fp8-hybrid", "--fp8-format hybrid: fp8 is not available yet"),
         ("--fp8-e4m3", "--fp8-format e4m3: fp8 is not available yet"),
         ("--cpu-optimizer --cpu-optimizer-type ADAM", "--optimizer-cpu-offload: optimizer state in host memory is not"),
@@ -147,7 +148,7 @@ def test_mistakes_and_contradictions_are_reported_together():
     ]  # fmt: skip
 
 
-def test_published_mixture_command_names_what_is_missing_at_once():
+def test_published_mixture_command_is_told_all_that_is_missing_at_once():
     command = (
         "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --expert-model-parallel-size 4 "
         "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
@@ -156,7 +157,7 @@ def test_published_mixture_command_names_what_is_missing_at_once():
         "--use-mcore-models --transformer-impl transformer_engine --data-path x --vocab-file v --merge-file m"
     )
     problems = problems_of(command, world_size=8, base="", args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-    starts = ("--micro-batch-size: is required", "--num-experts 8: mixture of experts is not available yet")
+    starts = ("--micro-batch-size: is required", "--num-experts 8: with --tensor-model-parallel-size > 1 needs split")
     assert all(any(problem.startswith(start) for problem in problems) for start in starts)
 
 

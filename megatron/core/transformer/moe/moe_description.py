@@ -99,4 +99,6 @@ def _shared_expert(config: Config, place: LayerPlace) -> Piece:
     mlp = describe_mlp(config, place, width=config.moe_shared_expert_intermediate_size).under("shared_experts.")
     if not config.moe_shared_expert_gate:
         return mlp
-    return replace(mlp, params=(*mlp.params, Param("shared_experts.gate_weight", (1, config.hidden_size))))
+    gate = Op("gemm", "gate", 2.0 * place.seq_length * config.hidden_size, gemm=(1, config.hidden_size))
+    params = (*mlp.params, Param("shared_experts.gate_weight", (1, config.hidden_size)))
+    return replace(mlp, params=params, ops=(*mlp.ops, gate))

@@ -57,17 +57,22 @@ class MoELayer(nn.Module):
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, submodules.shared_experts, groups=groups)
         self._run, self._run_shared = run_of(config, "moe"), run_of(config, "shared_experts")
+        self._shared_beside = config.moe_shared_expert_overlap and self.shared_experts is not None
 
     describe = staticmethod(describe_moe)
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         output = self._run(self._through_experts, hidden_states, ctx)
-        if self.shared_experts is None:
+        if self.shared_experts is None or self._shared_beside:
             return output
         return output + self._run_shared(self.shared_experts, hidden_states)
 
     def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
         routing = self.router(hidden_states, ctx)
-        dispatched = self.dispatcher.dispatch(hidden_states.flatten(0, 1), routing)
+        dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
+        # in backward, too, it runs while tokens are on their way (autograd_handle.py)
+        beside = self._run_shared(self.shared_experts, hidden_states) if self._shared_beside else None
+        dispatched = dispatching()
         rows = self.experts(dispatched.rows, dispatched.ends, dispatched.weights)
-        return self.dispatcher.combine(rows, dispatched).view_as(hidden_states)
+        output = self.dispatcher.combine(rows, dispatched).view_as(hidden_states)
+        return output if beside is None else output + beside

@@ -96,7 +96,7 @@ class TopKRouter(nn.Module):
         self.bias = parameter((self.num_experts,), init=Zeros(), **shared) if config.add_bias_linear else None
         self._traits = LinearTraits(groups.tp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self._register_buffers()
-        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logits": 1}
+        sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logit": 1}
         sizes |= self.losses.statistics
         if self.last_choices is not None:
             sizes["_choices_per_expert"] = self.num_experts
@@ -204,7 +204,7 @@ class TopKRouter(nn.Module):
         self.statistics.add("tokens_per_expert", counts_e)
         if self.config.moe_expert_capacity_factor:
             self.statistics.add("dropped", experts.numel() - counts_e.sum())
-        self.statistics.add("nonfinite_router_logits", logits.isfinite().logical_not_().sum())
+        self.statistics.add("nonfinite_router_logit", logits.isfinite().logical_not_().sum())
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:

@@ -85,15 +85,15 @@ def test_a_switch_is_answered(spec, caplog):
 def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
     assert problems_of("--optimizer muon") == ["--optimizer muon: this optimizer is not available yet; leave it out"]
     assert "is not available yet" in problems_of("--rerun-mode report_stats")[0]
-    assert parse_args((TINY + "--rerun-mode disabled --spec local --expert-tensor-parallel-size 1").split())
+    assert parse_args((TINY + "--rerun-mode disabled --spec local --fp8-margin 0").split())
 
 
 def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     path = tmp_path / "settings.yaml"
-    path.write_text("num_experts: 8\nasync_save: true\nmoe_router_topk: 2\n")
-    expected = ["--num-experts 8: mixture of experts is not available yet; leave it out"]
+    path.write_text("fp8_margin: 8\nasync_save: true\nmoe_router_topk: 2\n")
+    expected = ["--fp8-margin 8: fp8 is not available yet; leave it out"]
     assert problems_of(f"--yaml-cfg {path}") == expected
-    assert problems_of("", args_defaults={"num_experts": 8}) == expected
+    assert problems_of("", args_defaults={"fp8_margin": 8}) == expected
     path.write_text("async_save: true\n")
     with caplog.at_level(logging.WARNING):
         assert parse_args(f"{TINY} --yaml-cfg {path}".split()).async_save
@@ -104,13 +104,13 @@ def test_a_value_has_the_same_answer_wherever_it_stands(caplog):
     refused = ["--rerun-mode report_stats: gathering statistics by rerunning steps is not available yet; leave it out"]
     assert problems_of("", args_defaults={"rerun_mode": "report_stats"}) == refused
     with caplog.at_level(logging.WARNING):
-        assert parse_args(TINY.split(), args_defaults={"expert_tensor_parallel_size": 1})
+        assert parse_args(TINY.split(), args_defaults={"moe_per_layer_logging": True})
     assert [record.message for record in caplog.records] == [
-        "--expert-tensor-parallel-size accepted without effect: there are no experts"
+        "--moe-per-layer-logging accepted without effect: the statistics of every layer are always logged"
     ]
-    assert TransformerConfig(**SIZES, expert_tensor_parallel_size=1).expert_tensor_parallel_size == 1
-    with pytest.raises(ConfigError, match="expert_tensor_parallel_size 2: expert parallelism is not available yet"):
-        TransformerConfig(**SIZES, expert_tensor_parallel_size=2)
+    assert TransformerConfig(**SIZES, moe_per_layer_logging=True).moe_per_layer_logging is True
+    with pytest.raises(ConfigError, match="fp8_margin 2: fp8 is not available yet"):
+        TransformerConfig(**SIZES, fp8_margin=2)
 
 
 def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
@@ -125,7 +125,7 @@ def test_a_flag_that_a_script_adds_means_what_the_script_says(caplog):
 
 
 def test_a_value_that_no_expression_of_python_makes_is_a_text():
-    assert problems_of("--num-experts {[]:1}")[0].startswith("--num-experts {[]:1}: mixture of experts")
+    assert problems_of("--fp8-margin {[]:1}")[0].startswith("--fp8-margin {[]:1}: fp8 is not available")
 
 
 def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
@@ -149,11 +149,11 @@ def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
-        TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", mtp_num_layers=1)
+        TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", fp8_margin=1, mtp_num_layers=1)
     assert sorted(str(problem) for problem in caught.value.problems) == [
         "fp8 hybrid: fp8 is not available yet; leave it out",
+        "fp8_margin 1: fp8 is not available yet; leave it out",
         "mtp_num_layers 1: exists in Megatron-LM, is not available here; leave it out",
-        "num_moe_experts 8: mixture of experts is not available yet; leave it out",
     ]
     with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):
         TransformerConfig(**SIZES, enable_autocast=True)

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -64,6 +65,11 @@ def test_a_dense_layer_of_deepseek_v3_has_its_583_485_440_parameters():
         {"swiglu": True, "num_query_groups": 2, "kv_channels": 12},
         {"quick_geglu": True, "num_query_groups": 1, "ffn_hidden_size": 56, "add_bias_linear": False},
         {"squared_relu": True, "add_bias_linear": False},
+        {"swiglu": True, "add_bias_linear": False, "num_moe_experts": 8, "moe_router_topk": 3,
+         "moe_ffn_hidden_size": 24},
+        {"num_moe_experts": 4, "moe_layer_freq": [0, 1, 1], "moe_ffn_hidden_size": 40, "quick_geglu": True,
+         "moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True},
+        {"num_moe_experts": 4, "moe_layer_freq": 2, "moe_router_topk": 1, "moe_router_pre_softmax": True},
     ],
 )
 def test_the_formula_equals_a_counted_trace(overrides):
@@ -88,6 +94,30 @@ def test_the_formula_equals_a_counted_trace(overrides):
     padding = 3 * 2 * length * config.hidden_size * (padded - vocab)
     formula = gpt_flops_per_sample(config, vocab_size=vocab, seq_length=length)
     assert counter.get_total_flops() / batch == formula + scores / 2 + padding
+
+
+MIXTRAL_8X7B = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
+                "num_query_groups": 8, "num_moe_experts": 8, "moe_ffn_hidden_size": 14336}  # fmt: skip
+QWEN3_30B_A3B = {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_query_groups": 4,
+                 "kv_channels": 128, "num_moe_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 768,
+                 "qk_layernorm": True}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "vocab", "total", "active"),
+    [
+        (MIXTRAL_8X7B, 32000, 46_702_792_704, 12_879_925_248),
+        (QWEN3_30B_A3B, 151936, 30_532_122_624, 3_353_413_632),
+    ],
+    ids=["mixtral-8x7b", "qwen3-30b-a3b"],
+)
+def test_published_mixtures_have_their_parameters_and_active_ones(sizes, vocab, total, active):
+    config = TransformerConfig(swiglu=True, normalization="RMSNorm", add_bias_linear=False, **sizes)
+    options = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    model = described(config, vocab, 4096, **options)
+    assert (model.num_parameters, model.num_active_parameters) == (total, active)
+    gemms = 6 * (active - vocab * config.hidden_size)  # the embedding multiplies nothing
+    assert 1 < model.flops_per_sample / 4096 / gemms < 1.3, "the rest is attention"
 
 
 @pytest.mark.parametrize("window, skip", [((7, 0), None), ((100, 0), None), ((3, 0), 2)])
@@ -121,6 +151,22 @@ SPECS = {
     "fused-latents": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "mla_down_proj_fusion": True},
     "nemotron": {"squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
 }
+EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "normalization": "RMSNorm"}
+EXPERT_SPECS = {
+    "mixtral": {**EXPERTS, "swiglu": True, "add_bias_linear": False},
+    "qwen2-moe": {
+        **EXPERTS, "swiglu": True, "add_bias_linear": False, "add_qkv_bias": True, "moe_shared_expert_gate": True,
+        "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": [0, 1, 1],
+    },
+    "deepseek": {
+        **EXPERTS, "swiglu": True, "add_bias_linear": False, "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": [0, 1, 1],
+    },
+    "gpt-oss": {**EXPERTS, "quick_geglu": True, "softmax_type": "learnable", "moe_router_topk": 4},
+    "biases": {**EXPERTS, "squared_relu": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": 2},
+}  # fmt: skip
+EXPERT_GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2)]
+"""Tensor-parallel, expert-parallel and expert-tensor-parallel ranks."""
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -151,14 +197,14 @@ def test_stages_of_layers_that_take_no_time_or_have_unknown_norms_count_layers_a
         assert found.unknown == unknown and found.costs == ((("shapeless",),) * 3, None, 0.0)
 
 
-def as_built(rank, world_size, overrides, options):
+def as_built(rank, world_size, overrides, options, **grid):
     """Global name -> (logical shape, dims split by axis, this rank's sizes in storage) of the built model."""
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=world_size)
+    grid = grid or {"tensor_model_parallel_size": world_size}
+    parallel_state.initialize_model_parallel(**grid)
     config = TransformerConfig(
-        num_layers=3, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True,
-        tensor_model_parallel_size=world_size, **overrides,
+        num_layers=3, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, **grid, **overrides,
     )  # fmt: skip
     model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=50, max_sequence_length=16, **options)
     found = {}
@@ -199,3 +245,21 @@ def test_an_activation_moves_eight_tensors_of_its_width():
     )  # fmt: skip
     (activation,) = (op for op in described(config, 50, 16).layers[0][1].ops if op.kind == "activation")
     assert activation.traffic == 8 * 24 * 2 and activation.gradients == 24 * 2
+
+
+@pytest.mark.parametrize("tp, ep, etp", EXPERT_GRIDS)
+@pytest.mark.parametrize("name", EXPERT_SPECS)
+def test_a_description_of_experts_equals_the_model_that_is_built(gloo_pool, name, tp, ep, etp):
+    overrides = EXPERT_SPECS[name] | {"sequence_parallel": tp > 1}
+    options = {"position_embedding_type": "rope", "share_embeddings_and_output_weights": False}
+    grid = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep, "expert_tensor_parallel_size": etp}
+    config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=4, **grid, **overrides)
+    sizes = {"tp": tp, "ep": ep, "etp": etp}
+    model = described(config, 50, 16, **options)
+    assert model == described(config, 50, 16, spec=get_gpt_decoder_block_spec(config), **options)
+    expected = {
+        each.name: (each.shape, dict(each.mesh), [math.prod(local) for local in each.local_shapes(sizes)])
+        for each in model.params()
+    }
+    for found in gloo_pool.run(partial(as_built, **grid), max(tp, ep * etp), overrides, options):
+        assert {key: found[key] for key in sorted(found)} == {key: expected[key] for key in sorted(expected)}

@@ -147,7 +147,7 @@ with ExitConditions(cfg) as exits:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def train_into_a_nan(rank, world_size, folder, place, log_interval):
+def train_into_a_nan(rank, world_size, folder, place, log_interval, name="dp2"):
     """(message, iterations in metrics.jsonl, whether weights are those of the last good step, and not of the first,
     files, the last iteration that began)."""
     from megatron.training import run as program
@@ -171,11 +171,17 @@ def train_into_a_nan(rank, world_size, folder, place, log_interval):
 
     def noting_step(trainer):
         started.append(trainer.state.iteration + 1)
+        if place == "router" and started[-1] == 3:
+            from megatron.core.distributed import unwrapped
+
+            with torch.no_grad():  # in a cell of one expert
+                unwrapped(trainer.parts.model[0]).decoder.layers[1].mlp.router.weight[2, 5] = float("nan")
         metrics = step(trainer)
         weights.append({name: p.detach().clone() for name, p in trainer.parts.model[0].named_parameters()})
         return metrics
 
-    argv = [*row("dp2").reference.argv[:-1], "8", *FLAGS[2:-1], str(log_interval), "--save", folder]
+    one = row(name) if world_size > 1 else row(name).reference
+    argv = [*one.argv, *FLAGS[2:-1], str(log_interval), "--save", folder]
     cfg = configure(argv, world_size, "fp32")
     step = Trainer.train_step
     with mock.patch.object(Trainer, "train_step", noting_step):
@@ -200,3 +206,10 @@ def test_nothing_after_a_nan_is_learned_saved_or_logged(gloo_pool, tmp_path, pla
     assert iterations == [1, 2] and same and moved
     assert not any(name.startswith("iter_") for name in files)
     assert last == (4 if log_interval == 100 else 3), "what is logged is checked before, anything else one step later"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_router_without_numbers_stops_the_run_and_the_layer_is_named(gloo_pool, tmp_path, ranks):
+    name = "experts" if ranks == 1 else "ep2"
+    for message, *_ in gloo_pool.run(train_into_a_nan, ranks, str(tmp_path), "router", 100, name):
+        assert "iteration 3 (samples from 16 on): a router logit of layer 2 is nan. The weights have not" in message

@@ -122,7 +122,7 @@ def build(rank, world_size, one, fault=None):
     "name",
     [
         "dp2", "zero2-gather", "tp4-sp-groups-below-ranks", "pp4-uneven", "pp2-vpp", "pp2-tp2-sp", "cut-pp4",
-        "cut-pp2-tp2-sp",
+        "cut-pp2-tp2-sp", "ep2-etp2-dp8", "pp2-vpp-ep2", "tp2-sp-etp1-ep4",
     ],
 )  # fmt: skip
 def test_layouts_hold_the_model_once(gloo_pool, name):
@@ -197,6 +197,19 @@ def test_one_flipped_bit_of_a_weight_is_named_with_its_rank(gloo_pool, name):
     messages = gloo_pool.run(train_with_drift, 2, argv, 1, flip_a_bit_of_a_weight)
     assert messages[0] == messages[1]
     assert messages[0].startswith(SECOND) and f"{WEIGHT} on rank 1" in messages[0]
+
+
+def flip_a_bit_of_an_expert(parts):
+    weight = dict(parts.model[0].named_parameters())["module.decoder.layers.1.mlp.experts.linear_fc2.weight"]
+    weight.data.view(-1).view(torch.int32)[3] ^= 1
+
+
+def test_one_flipped_bit_of_an_expert_is_named_with_its_rank(gloo_pool):
+    """Ranks 1 and 3 hold the same experts, ranks 0 and 2 the others."""
+    argv = [*row("ep2-dp4").argv, "--check-replicas", "1000"]
+    messages = gloo_pool.run(train_with_drift, 4, argv, 3, flip_a_bit_of_an_expert)
+    assert len(set(messages)) == 1 and messages[0].startswith(SECOND)
+    assert "decoder.layers.1.mlp.experts.linear_fc2.weight on rank 3" in messages[0]
 
 
 def test_one_flipped_bit_of_a_sharded_main_parameter_is_named(gloo_pool):

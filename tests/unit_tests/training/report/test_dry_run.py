@@ -70,6 +70,26 @@ def test_report_says_what_an_iteration_computes_and_takes():
     ).split()
 
 
+def test_report_of_experts_tells_their_ranks_and_what_a_token_meets():
+    text = (
+        "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 40 --moe-shared-expert-intermediate-size 24"
+        " --dry-run --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
+        " --expert-tensor-parallel-size 1 --swiglu --disable-bias-linear"
+    )
+    cfg = settings(text, 8)
+    report, model = dry_run_report(cfg), describe_run(cfg, 100)
+    idle = cfg.num_layers * (8 - 2) * 3 * 64 * 40
+    assert model.num_active_parameters == model.num_parameters - idle
+    for part in (
+        "8 = tensor 2 x pipeline 1 x context 1 x data 4",
+        "ranks of experts           8 = tensor 1 x expert 4 x pipeline 1 x data 2",
+        "experts                    8 of width 40, 2 per token, and a shared one of width 24",
+        f"parameters                 {model.num_parameters:,}, of which",
+        f"active parameters          {model.num_parameters - idle:,} per token",
+    ):
+        assert part in report, report
+
+
 def test_vocabulary_is_counted_from_files(tmp_path):
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({"a": 0, "b": 1}))
@@ -127,6 +147,7 @@ def test_preflight_answers_a_dry_run_and_refuses_contradictions(capsys):
         "--add-qkv-bias --disable-bias-linear --untie-embeddings-and-output-weights --quick-geglu --kv-channels 8",
         "--swiglu --disable-bias-linear --normalization RMSNorm --group-query-attention --num-query-groups 2 "
         "--qk-layernorm --position-embedding-type rope",
+        "--num-experts 4 --moe-layer-freq [0,1,1] --moe-shared-expert-intermediate-size 24 --moe-shared-expert-gate",
     ],
 )
 def test_counted_parameters_are_those_of_the_model(text):

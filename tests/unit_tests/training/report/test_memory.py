@@ -21,6 +21,7 @@ LLAMA = (
     "--untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2 --hidden-dropout 0 "
     "--attention-dropout 0 "
 )
+EXPERTS = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16 "
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 3000 "
 
 
@@ -78,6 +79,11 @@ def built(rank, world_size, text):
         ("--bf16 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Eta|fttL", 2),
         (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ea|fta|fa|fL", 4),
         ("--bf16 --use-torch-fsdp2", 2),
+        (f"{EXPERTS} --bf16", 2),
+        (f"{EXPERTS} --bf16 {ZERO} --expert-model-parallel-size 2 --moe-layer-freq 2", 4),
+        (f"{EXPERTS} {ZERO} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+         " --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
+        ("--num-experts 4 --moe-ffn-hidden-size 24 --bf16 --expert-tensor-parallel-size 2", 2),
     ],
 )
 def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, world_size):
@@ -91,6 +97,7 @@ def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, wo
 # ---- activations
 
 WIDE = "--hidden-size 64 --num-layers 3 --seq-length 64 --max-position-embeddings 64 --ffn-hidden-size 256 "
+WIDE_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64 "
 ACTIVATIONS = {
     "gpt2": ("--hidden-dropout 0.1 --attention-dropout 0", 1),
     "unfused": ("--hidden-dropout 0 --attention-dropout 0.1", 1),
@@ -106,6 +113,13 @@ ACTIVATIONS = {
         " --recompute-num-layers 1 --distribute-saved-activations", 2,
     ),
     "cp2": (f"{LLAMA} --context-parallel-size 2", 2),
+    "experts": (f"{LLAMA} {WIDE_EXPERTS}", 1),
+    "experts-ep2": (f"{LLAMA} {WIDE_EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall", 2),
+    "experts-tp2-sp": (f"{LLAMA} {WIDE_EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "experts-again": (
+        f"{LLAMA} {WIDE_EXPERTS} --recompute-granularity selective --recompute-modules moe shared_experts", 1,
+    ),
+    "experts-act": (f"{LLAMA} {WIDE_EXPERTS} --recompute-granularity selective --recompute-modules moe_act", 1),
     "chunks": (f"{LLAMA} --cross-entropy-chunk-tokens 8", 1),
 }  # fmt: skip
 

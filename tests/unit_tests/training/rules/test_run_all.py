@@ -208,7 +208,7 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--overlap-param-gather", 1, "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad"),
         ("--recompute-granularity full", 1, "--recompute-method: is required by --recompute-granularity full"),
         ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
-        ("--recompute-activations --recompute-modules mlp moe", 1, "--recompute-modules mlp moe: moe not available"),
+        ("--recompute-activations --recompute-modules mlp loss", 1, "--recompute-modules mlp loss: loss not available"),
         ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
         ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --recompute-granularity selective"
          " --recompute-modules layernorm", 2, "--tp-comm-overlap: excludes --recompute-modules layernorm"),
@@ -228,10 +228,9 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
 @pytest.mark.parametrize(
     "text",
     [
-        "--fp8-format hybrid", "--num-experts 4", "--transformer-impl inference_optimized",
-        "--expert-model-parallel-size 2", "--ckpt-convert-format torch", "--mask-prob 0.2",
-        "--optimizer muon", "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
-        "--use-megatron-fsdp",
+        "--fp8-format hybrid", "--moe-token-dispatcher-type flex", "--transformer-impl inference_optimized",
+        "--ckpt-convert-format torch", "--mask-prob 0.2", "--optimizer muon",
+        "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-megatron-fsdp",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],

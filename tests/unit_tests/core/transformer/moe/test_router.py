@@ -51,7 +51,7 @@ def test_counts_of_a_step():
     sums = taken(router)
     assert sums["tokens_per_expert"].tolist() == experts.flatten().bincount(minlength=9)[:8].tolist()
     assert sums["tokens_per_expert"].max() <= 3 and sums["dropped"].item() == 36 - sums["tokens_per_expert"].sum()
-    assert sums["nonfinite_router_logits"].item() == 0 and torch.equal(weights == 0, experts == 8)
+    assert sums["nonfinite_router_logit"].item() == 0 and torch.equal(weights == 0, experts == 8)
     router.eval()(x)
     assert not router.statistics.take(x.device).any()
 
@@ -154,7 +154,7 @@ def test_nonfinite_logits_are_counted():
     x[2, 1, 3] = torch.nan
     x[0, 0] = torch.inf
     experts, _ = router(x)
-    assert taken(router)["nonfinite_router_logits"].item() == 16 and experts.min() >= 0 and experts.max() < 8
+    assert taken(router)["nonfinite_router_logit"].item() == 16 and experts.min() >= 0 and experts.max() < 8
 
 
 def test_expert_bias_moves_towards_equal_load():

@@ -1,0 +1,117 @@
+"""Mixtures of experts that cannot be are refused before anything starts, all problems at once, with what would work;
+settings of experts that are not there are taken with one notice."""
+
+import pytest
+
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.notices import notices
+from tests.unit_tests.training.rules.test_run_all import TINY, problems
+
+MOE = "--num-experts 8 "
+GROUPS = MOE + "--moe-router-num-groups 4 --moe-router-group-topk 2 "
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
+SHARED = "--moe-shared-expert-intermediate-size 48 "
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MOE, MOE + "--expert-model-parallel-size 4", MOE + TP2 + "--expert-model-parallel-size 2",
+        MOE + TP2 + "--expert-tensor-parallel-size 1 --expert-model-parallel-size 4", GROUPS + "--moe-router-topk 4",
+        MOE + "--moe-layer-freq [0,1] --moe-ffn-hidden-size 40 --expert-tensor-parallel-size 4",
+        MOE + "--moe-router-topk 1 --moe-router-pre-softmax", MOE + "--moe-router-topk 8",
+        MOE + "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+        MOE + "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
+        MOE + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 1",
+        MOE + "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position",
+        MOE + SHARED + "--moe-shared-expert-gate --moe-shared-expert-overlap",
+        MOE + "--expert-model-parallel-size 2 --use-distributed-optimizer --num-distributed-optimizer-instances 2",
+        MOE + "--moe-layer-freq 2 --pipeline-model-parallel-size 2 --expert-model-parallel-size 2",
+    ],
+)  # fmt: skip
+def test_possible_experts_are_accepted(text):
+    assert problems(text, 4) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--expert-model-parallel-size 2", "--expert-model-parallel-size 2: needs experts; --num-experts N"),
+        (MOE + "--moe-layer-freq [0,1,1]", "--moe-layer-freq 0 1 1: has 3 entries for 2 layers"),
+        ("--num-experts 6 --expert-model-parallel-size 4",
+         "--num-experts 6: is not a multiple of --expert-model-parallel-size 4; nearest: 4 or 8; or an"
+         " --expert-model-parallel-size of 1, 2, 3, 6"),
+        (MOE + "--moe-ffn-hidden-size 30 --expert-tensor-parallel-size 4",
+         "--moe-ffn-hidden-size 30: is not a multiple of the 4 expert-tensor-parallel ranks; nearest: 28"),
+        (MOE + TP2 + "--moe-ffn-hidden-size 31", "--moe-ffn-hidden-size 31: is not a multiple of the 2 expert-tensor"),
+        (MOE + TP2 + "--moe-shared-expert-intermediate-size 5",
+         "--moe-shared-expert-intermediate-size 5: is not a multiple of --tensor-model-parallel-size 2; nearest: 4"),
+        (MOE + "--expert-model-parallel-size 8",
+         "--expert-model-parallel-size 8: x expert-tensor-parallel 1 x pipeline 1 does not divide the world size 4;"
+         " sizes that do: 1, 2, 4"),
+        (MOE + "--expert-model-parallel-size 2 --use-distributed-optimizer --num-distributed-optimizer-instances 4",
+         "--num-distributed-optimizer-instances 4: do not divide the 2 data-parallel ranks of experts"),
+        (MOE + "--tensor-model-parallel-size 2",
+         "--num-experts 8: with --tensor-model-parallel-size > 1 needs split sequences; add --sequence-parallel"),
+        (MOE + "--moe-router-topk 9", "--moe-router-topk 9: is more than --num-experts 8"),
+        (MOE + "--moe-router-topk 1",
+         "--moe-router-topk 1: softmax over one chosen expert is always 1, which trains no router; add --moe"),
+        (MOE + "--moe-router-enable-expert-bias",
+         "--moe-router-enable-expert-bias: is for scores that do not depend on each other; --moe-router"),
+        (MOE + "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
+         "--moe-router-load-balancing-type sinkhorn: sinkhorn makes its own choice, without groups, bias or other"),
+        (MOE + "--moe-router-num-groups 2",
+         "--moe-router-num-groups 2: needs --moe-router-group-topk; give both or none"),
+        (MOE + "--moe-router-group-topk 2",
+         "--moe-router-group-topk 2: needs --moe-router-num-groups; give both or none"),
+        (MOE + "--moe-router-num-groups 3 --moe-router-group-topk 1",
+         "--moe-router-num-groups 3: does not divide --num-experts 8; divisors: 1, 2, 4, 8"),
+        (MOE + "--moe-router-num-groups 2 --moe-router-group-topk 4",
+         "--moe-router-group-topk 4: is more than --moe-router-num-groups 2"),
+        (GROUPS + "--moe-router-topk 3",
+         "--moe-router-group-topk 2: does not share --moe-router-topk 3 among groups of 2 experts"),
+        (GROUPS + "--moe-router-topk 6",
+         "--moe-router-group-topk 2: does not share --moe-router-topk 6 among groups of 2 experts"),
+        (MOE + "--moe-aux-loss-coeff 0.1 0.2",
+         "--moe-aux-loss-coeff 0.1 0.2: has 2 numbers for 1 kinds (--moe-router-load-balancing-type); give one for"),
+        (MOE + "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+         "--moe-aux-loss-coeff 0.1: counts for auxiliary losses alone; 0 for sinkhorn and none"),
+        (MOE + "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
+         "--moe-router-load-balancing-type aux_loss none: lists losses that add up: each once, without"),
+        (MOE + "--moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1",
+         "--moe-router-load-balancing-type aux_loss aux_loss: lists losses that add up: each once"),
+        (MOE + "--moe-pad-expert-input-to-capacity",
+         "--moe-pad-expert-input-to-capacity: needs --moe-expert-capacity-factor: without it no token is dropped"),
+        (MOE + "--moe-expert-capacity-factor 1 --moe-router-load-balancing-type sinkhorn",
+         "--moe-expert-capacity-factor 1.0: excludes sinkhorn, which balances by itself"),
+        (MOE + "--moe-shared-expert-overlap",
+         "--moe-shared-expert-overlap: needs a shared expert; --moe-shared-expert-intermediate-size N, or leave it"),
+        (MOE + "--moe-shared-expert-gate", "--moe-shared-expert-gate: needs a shared expert; --moe-shared-expert-inte"),
+        (MOE + "--cuda-graph-impl local", "--cuda-graph-impl local: does not record experts, whose numbers of tokens"),
+    ],
+)  # fmt: skip
+def test_impossible_experts_are_named(text, problem):
+    found = problems(text, 4)
+    assert any(each.startswith(problem) for each in found), found
+
+
+def test_all_problems_of_experts_are_told_at_once():
+    text = "--num-experts 6 --moe-router-topk 7 --tensor-model-parallel-size 2 --expert-model-parallel-size 4"
+    text += " --moe-router-num-groups 4 --moe-shared-expert-overlap --moe-pad-expert-input-to-capacity"
+    assert [each.split()[0].rstrip(":") for each in problems(text, 4)] == [
+        "--num-experts", "--expert-model-parallel-size", "--num-experts", "--moe-router-topk",
+        "--moe-router-num-groups", "--moe-pad-expert-input-to-capacity", "--moe-shared-expert-overlap",
+    ]  # fmt: skip
+
+
+def said(text):
+    given = parse_args(f"{TINY} {text}".split())
+    return [each for each in notices(given, validate_args(given, 1)) if "--num-experts" in each]
+
+
+def test_settings_of_experts_without_experts_get_one_notice():
+    assert said("--moe-router-topk 2 --moe-layer-freq [0,1,1] --expert-tensor-parallel-size 1 --no-moe-fusion") == [
+        "--expert-tensor-parallel-size, --no-moe-fusion, --moe-layer-freq, --moe-router-topk: no effect without"
+        " --num-experts N"
+    ]
+    assert said("") == [] and said("--num-experts 4 --moe-router-topk 2") == []
