@@ -6,12 +6,9 @@ Only what leaves the results alone is done otherwise; everything else is refused
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 
-from megatron.core.config.moe import MoEConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import needs_built_in_layers
-from megatron.training.rules.common import names_of
 
 
 def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
@@ -53,6 +50,6 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
         yield f"{', '.join(unused)}: no effect without --multi-latent-attention"
     if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
         yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
-    of_experts = {each.name for each in fields(MoEConfig)} - {"num_moe_experts", "expert_model_parallel_size"}
-    if (useless := sorted(of_experts & given.explicit)) and resolved.num_moe_experts is None:
-        yield f"{names_of(*useless)}: no effect without --num-experts N"
+    of_experts = [name for name in sorted(given.explicit) if name.startswith(("moe_", "expert_tensor"))]
+    if of_experts and resolved.num_moe_experts is None:
+        yield f"{', '.join(of_experts)}: no effect without --num-experts N"
