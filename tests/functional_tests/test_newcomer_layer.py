@@ -83,7 +83,7 @@ def built_model(cfg):
 def test_parameters_and_flops_are_those_of_the_built_model():
     from torch.utils.flop_counter import FlopCounterMode
 
-    from megatron.core.sharding.placement import named_specs
+    from tests.test_utils.specs import named_specs
 
     cfg = settings(f"{MIXED} --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 "
                    "--attention-backend unfused")  # fmt: skip

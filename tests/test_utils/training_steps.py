@@ -16,8 +16,8 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.sharding.placement import named_specs
 from megatron.core.sharding.sharded_tensor import stretch_tensors
+from tests.test_utils.specs import named_specs
 
 DOUBLE = torch.float64
 STEPS, BATCH, LENGTH, VOCAB = 4, 4, 8, 53

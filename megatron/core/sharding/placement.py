@@ -35,8 +35,7 @@ from megatron.core.sharding.rectangles import Rectangle
 __all__ = [
     "AsBuilt", "Init", "Nested", "Normal", "Ones", "ParameterSpec", "Part", "Partial", "Replicate", "Shard",
     "XavierUniform", "Zeros", "adopt_declarations", "data_parallel_groups", "global_name", "initialize_parameters",
-    "is_counted_here", "local_rectangle", "named_specs", "parameter", "require_declarations", "spec_or_replicated",
-    "unique_parameter_count",
+    "is_counted_here", "local_rectangle", "parameter", "require_declarations", "spec_or_replicated",
 ]  # fmt: skip
 
 DENSE_AXES = ("tp",)
@@ -259,28 +258,11 @@ def local_view(param: Tensor, spec: ParameterSpec, groups: ProcessGroups) -> Ten
     return Rectangle.whole(stored.within(spec.shape).lengths).of(param.detach().view(stored.lengths))
 
 
-def named_specs(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ParameterSpec]]:
-    """(global name, parameter, spec) of every parameter, each once. ValueError for one created without
-    ``parameter()``."""
-    for name, param in model.named_parameters():
-        yield name, param, spec_of(name, param)
-
-
 def spec_or_replicated(param: Tensor) -> ParameterSpec:
     """The spec attached by ``parameter()``; a user's own parameter without one is whole on every rank."""
     spec = getattr(param, "spec", None)
     shape = tuple(param.shape)
     return ParameterSpec(shape, Zeros(), ndim=len(shape), stored=shape) if spec is None else spec
-
-
-def spec_of(name: str, param: Tensor) -> ParameterSpec:
-    """The spec attached by ``parameter()``."""
-    spec = getattr(param, "spec", None)
-    if spec is None:
-        raise ValueError(
-            f"parameter {name!r} has no spec; create it with megatron.core.sharding.placement.parameter(...)"
-        )
-    return spec
 
 
 # ---- declarations in Megatron-LM's words, of modules of users' own
@@ -344,11 +326,6 @@ def require_declarations(model: nn.Module) -> None:
             "rank's positions alone (a norm), without partial where every rank computes its whole gradient; or set its "
             "attribute sequence_parallel to True or False, as Megatron-LM's modules do"
         )
-
-
-def unique_parameter_count(model: nn.Module) -> int:
-    """Parameters of the global tensors that this model (chunk) holds a part of; copies of tied ones do not count."""
-    return sum(spec.numel for _, _, spec in named_specs(model) if spec.tied_to is None)
 
 
 @torch.no_grad()

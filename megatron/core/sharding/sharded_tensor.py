@@ -53,11 +53,6 @@ class ShardedTensor:
             raise ValueError(f"{self.name}: {self.local.dtype} cannot be stored")
 
 
-def replicated(name: str, tensor: Tensor) -> ShardedTensor:
-    """A tensor that is whole on every rank that has it."""
-    return ShardedTensor(name, tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
-
-
 def module_tensors(
     module: nn.Module, *, groups: ProcessGroups, prefix: str = "", rounded: bool = False
 ) -> dict[str, ShardedTensor]:

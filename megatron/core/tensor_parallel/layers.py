@@ -193,14 +193,8 @@ def _shared_rows(
     )
 
 
-class RowParallelLinear(nn.Module):
-    """``Y = sum_i X_i A_i^T + b``, A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
-
-    Input [..., input_size / tp] is this rank's slice (``input_is_parallel``) or whole; output is [..., output_size],
-    the same on all ranks, its sequence split under sequence parallelism.
-    """
-
-    weight_gradient_store: WeightGradientStore | None = None
+class RowParallel(nn.Module):
+    """Parameters and collectives of a row-parallel linear layer, whoever multiplies."""
 
     def __init__(
         self,
@@ -231,6 +225,21 @@ class RowParallelLinear(nn.Module):
         if sequence_parallel:
             self._leave = reduce_scatter_to_sequence_parallel_region
 
+    def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+        if self.skip_bias_add or self.bias is None:
+            return output, self.bias
+        return output + self.bias, None
+
+
+class RowParallelLinear(RowParallel):
+    """``Y = sum_i X_i A_i^T + b``, A split along its input dim. Returns (Y, None), or (Y, b) with ``skip_bias_add``.
+
+    Input [..., input_size / tp] is this rank's slice (``input_is_parallel``) or whole; output is [..., output_size],
+    the same on all ranks, its sequence split under sequence parallelism.
+    """
+
+    weight_gradient_store: WeightGradientStore | None = None
+
     def forward(self, x: Tensor, *, in_flight: bool = False) -> tuple[Any, Tensor | None]:
         """``in_flight``, under sequence parallelism: returns the sum on its way, for :meth:`finish`."""
         if self._bias_is_fused:
@@ -244,11 +253,6 @@ class RowParallelLinear(nn.Module):
     def finish(self, summing: AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """Finish :meth:`forward`, with what it returns."""
         return self._with_bias(summing.wait())
-
-    def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.skip_bias_add or self.bias is None:
-            return output, self.bias
-        return output + self.bias, None
 
 
 class ReplicatedLinear(nn.Module):

@@ -33,11 +33,6 @@ def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, rel
     return os.path.join(checkpoints_path, RELEASE if release else f"iter_{iteration:07d}")
 
 
-def get_checkpoint_tracker_filename(checkpoints_path: str | os.PathLike) -> str:
-    """``<path>/latest_checkpointed_iteration.txt``."""
-    return os.path.join(checkpoints_path, TRACKER)
-
-
 def saved_iterations(folder: str | os.PathLike) -> list[int]:
     """Iterations for which a directory exists, newest first; complete or not."""
     names = [path.name for path in Path(folder).glob("iter_*")]

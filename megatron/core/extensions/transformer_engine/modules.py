@@ -30,15 +30,12 @@ from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Ones, Shard, Zeros, parameter
-from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.tensor_parallel.layers import RowParallel, StackedSize
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     identity,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
 )
 
 NAME = "transformer_engine"
@@ -165,38 +162,19 @@ class TEColumnParallelLinear(nn.Module):
         norm.pass_on()
 
 
-class TERowParallelLinear(nn.Module):
+class TERowParallelLinear(RowParallel):
     """As ``tensor_parallel.layers.RowParallelLinear``."""
 
     implementation = NAME
 
-    def __init__(
-        self, input_size: int, output_size: int, *, config: Any, init_method: Init, bias: bool = True,
-        input_is_parallel: bool = True, skip_bias_add: bool = False, groups: ProcessGroups,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        sequence_parallel = groups.stream(config.sequence_parallel).size > 1
-        placed = {"groups": groups, "dtype": config.params_dtype}
-        self.weight = parameter((output_size, input_size), init=init_method, mesh={"tp": Shard(1)}, **placed)
-        # under sequence parallelism each rank adds the bias to its own positions only
-        partial = ("tp",) if sequence_parallel else ()
-        self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
-        self.group, self.skip_bias_add = groups.tp, skip_bias_add
-        self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
-        self._gemm = Gemm(
-            self.weight, self.bias if self._bias_is_fused else None,
-            fuse_weight_gradient=config.gradient_accumulation_fusion,
-        )  # fmt: skip
-        self._enter: Callable = identity if input_is_parallel else scatter_to_tensor_model_parallel_region
-        self._leave: Callable = reduce_from_tensor_model_parallel_region
-        if sequence_parallel:
-            self._leave = reduce_scatter_to_sequence_parallel_region
+    def __init__(self, *sizes: int, config: Any, **options: Any) -> None:
+        super().__init__(*sizes, config=config, **options)
+        fused_bias = self.bias if self._bias_is_fused else None
+        self._gemm = Gemm(self.weight, fused_bias, fuse_weight_gradient=config.gradient_accumulation_fusion)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output = self._leave(self._gemm(self._enter(x, self.group)), self.group)
-        if self.skip_bias_add:
-            return output, self.bias
-        return output if self.bias is None or self._bias_is_fused else output + self.bias, None
+        return (output, None) if self._bias_is_fused else self._with_bias(output)
 
 
 class TENorm(nn.Module):

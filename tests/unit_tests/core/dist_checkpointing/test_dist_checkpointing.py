@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import reader as reader_module
 from megatron.core.dist_checkpointing import save as save_state
 from megatron.core.dist_checkpointing import writer as writer_module
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.sharding.sharded_tensor import module_tensors, replicated
+from megatron.core.sharding.sharded_tensor import module_tensors
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
@@ -26,6 +26,11 @@ DTYPES = [
 def values(shape, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * 50).abs().to(dtype)
+
+
+def replicated(name, tensor):
+    """A tensor that is whole on every rank that has it."""
+    return ShardedTensor(name, tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def small_state():

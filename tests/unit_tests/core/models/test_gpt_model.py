@@ -16,9 +16,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.sharding.placement import unique_parameter_count
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from tests.test_utils.specs import unique_parameter_count
 
 VOCAB, LENGTH, BATCH = 50, 12, 3
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "num_query_groups": 2}

@@ -19,11 +19,10 @@ from megatron.core.sharding.placement import (
     initialize_parameters,
     local_rectangle,
     local_view,
-    named_specs,
     parameter,
-    unique_parameter_count,
 )
 from megatron.core.sharding.rectangles import Rectangle
+from tests.test_utils.specs import named_specs, unique_parameter_count
 
 
 def tensor_parallel(rank, size):
@@ -134,12 +133,6 @@ def test_a_tied_copy_starts_equal_and_is_not_counted():
 
 def test_counts_are_of_the_true_global_shapes():
     assert unique_parameter_count(build(2, 0)[0]) == 120 + 144 + 30 + 80 + 84 + 16 + 36 + 7
-
-
-def test_a_parameter_without_declaration_is_named():
-    model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="weight"):
-        list(named_specs(model))
 
 
 def test_what_a_mesh_cannot_say_is_refused():

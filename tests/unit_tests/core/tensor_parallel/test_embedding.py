@@ -6,8 +6,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.sharding.placement import Normal, initialize_parameters, named_specs
+from megatron.core.sharding.placement import Normal, initialize_parameters
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding, VocabParallelOutput
+from tests.test_utils.specs import named_specs
 from tests.test_utils.training_steps import assembled, shards
 
 

@@ -13,11 +13,11 @@ from megatron.core.sharding.placement import (
     initialize_parameters,
     local_rectangle,
     local_view,
-    named_specs,
 )
 from megatron.core.tensor_parallel import VocabParallelEmbedding, padded_vocab_size, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+from tests.test_utils.specs import named_specs
 
 DOUBLE = torch.float64
 

@@ -3,7 +3,8 @@
 import pytest
 
 from megatron.core import parallel_state
-from megatron.core.sharding.placement import Replicate, named_specs
+from megatron.core.sharding.placement import Replicate
+from tests.test_utils.specs import named_specs
 from tests.test_utils.training_steps import build, cached_run, compare, frozen, run
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "qk_layernorm": True}

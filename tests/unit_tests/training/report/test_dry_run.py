@@ -153,7 +153,7 @@ def test_preflight_answers_a_dry_run_and_refuses_contradictions(capsys):
 def test_counted_parameters_are_those_of_the_model(text):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.sharding.placement import unique_parameter_count
+    from tests.test_utils.specs import unique_parameter_count
 
     cfg = settings(text)
     config = core_transformer_config_from_args(cfg)

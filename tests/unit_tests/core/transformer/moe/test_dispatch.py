@@ -9,10 +9,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
-from megatron.core.sharding.placement import initialize_parameters, local_rectangle, local_view, named_specs
+from megatron.core.sharding.placement import initialize_parameters, local_rectangle, local_view
 from megatron.core.transformer.moe.dispatch import build_dispatcher
 from megatron.core.transformer.moe.experts import SequentialExperts
 from megatron.core.transformer.moe.routing import Routing
+from tests.test_utils.specs import named_specs
 
 TOKENS, HIDDEN, FFN, EXPERTS, K = 24, 6, 10, 4, 2
 DOUBLE = torch.float64
