@@ -54,18 +54,10 @@ def get_batch_on_this_tp_rank(data_iterator: Iterator[dict]) -> dict[str, Any]:
     ``attention_mask`` is None, as the causal mask needs no tensor, except with ``--reset-attention-mask``: bool [b, 1,
     s, s], True where a token may not be seen. Your own task passes ``cu_seqlens`` on instead, which is faster.
     """
-    device = training_device()
-    batch = to_device(next(data_iterator), device)
-    mask = batch.get("attention_mask")
+    batch: dict[str, Any] = {"attention_mask": None, **to_device(next(data_iterator), training_device())}
     if "cu_seqlens" in batch:
-        mask = _document_mask(batch["cu_seqlens"], *batch["tokens"].shape)
-    return {
-        "tokens": batch["tokens"],
-        "labels": batch["labels"],
-        "loss_mask": batch["loss_mask"],
-        "attention_mask": mask,
-        "position_ids": batch["position_ids"],
-    }
+        batch["attention_mask"] = _document_mask(batch["cu_seqlens"], *batch["tokens"].shape)
+    return {name: batch[name] for name in ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")}
 
 
 def _document_mask(cu_seqlens: Tensor, batch_size: int, length: int) -> Tensor:

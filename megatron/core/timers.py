@@ -185,31 +185,17 @@ class Timers:
         self.latest = {name: max(ms for _, ms in values) for name, values in times.items()}
         return format_times(times, self.log_option) if times else None
 
-    def log(
-        self,
-        names: Sequence[str] | None = None,
-        rank: int | None = None,
-        normalizer: float = 1.0,
-        reset: bool = True,
-        barrier: bool = False,
-    ) -> None:
-        """Log :meth:`text` on ``rank``, by default the last. Collective."""
-        text = self.text(names, normalizer, reset, barrier)
+    def log(self, names: Sequence[str] | None = None, rank: int | None = None, *options: Any, **named: Any) -> None:
+        """Log :meth:`text`, with its further arguments, on ``rank``, by default the last. Collective."""
+        text = self.text(names, *options, **named)
         here, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         if text is not None and here == (size - 1 if rank is None else rank):
             logger.info("%s", text)
 
-    def write(
-        self,
-        names: Sequence[str],
-        writer: Any,
-        iteration: int,
-        normalizer: float = 1.0,
-        reset: bool = True,
-        barrier: bool = False,
-    ) -> None:
-        """Seconds of each timer, the largest over ranks, to ``writer.add_scalar("<name>-time", …)``. Collective."""
-        self.text(names, normalizer, reset, barrier)
+    def write(self, names: Sequence[str], writer: Any, iteration: int, *options: Any, **named: Any) -> None:
+        """Seconds of each timer, the largest over ranks, to ``writer.add_scalar("<name>-time", …)``; further arguments
+        as of :meth:`text`. Collective."""
+        self.text(names, *options, **named)
         if writer is not None:
             for name, milliseconds in self.latest.items():
                 writer.add_scalar(f"{name}-time", milliseconds / 1000.0, iteration)

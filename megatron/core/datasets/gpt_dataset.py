@@ -181,16 +181,10 @@ class GPTDataset(MegatronDataset):
             "it with this run's tokenizer, or give this run the tokenizer of the data"
         )
 
-    def _is_range(self) -> bool:
-        count = len(self.indices)
-        return count > 0 and bool(
-            np.array_equal(self.indices, np.arange(self.indices[0], int(self.indices[0]) + count))
-        )
-
     def _count_tokens(self) -> int:
-        lengths = self.dataset.sequence_lengths
-        self._range = self._is_range()
-        chosen = lengths[self.indices[0] : self.indices[-1] + 1] if self._range else lengths[self.indices]
+        lengths, first = self.dataset.sequence_lengths, int(self.indices[0]) if len(self.indices) else 0
+        self._range = len(self.indices) > 0 and np.array_equal(self.indices, np.arange(first, first + len(self.indices)))
+        chosen = lengths[first : first + len(self.indices)] if self._range else lengths[self.indices]
         return int(chosen.sum(dtype=np.int64))
 
     def _drops_partial(self) -> bool:

@@ -57,24 +57,8 @@ def _words_of_blocks(key: int, blocks: Tensor) -> Tensor:
     return torch.stack(words, dim=-1)
 
 
-def random_bits(key: int, index: Tensor) -> Tensor:
-    """The 32-bit words at any int64 element indices."""
-    words = _words_of_blocks(key, index >> 2)
-    return words.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
-
-
-def uniform(key: int, index: Tensor) -> Tensor:
-    """Float64 in (0, 1) at any element indices: (word + 1/2) / 2**32."""
-    return _uniform_of_words(random_bits(key, index))
-
-
-def normal(key: int, index: Tensor) -> Tensor:
-    """Standard normal float64 at any element indices."""
-    pairs = _normal_of_words(_words_of_blocks(key, index >> 2))
-    return pairs.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
-
-
 def _uniform_of_words(words: Tensor) -> Tensor:
+    """Float64 in (0, 1)."""
     return (words.double() + 0.5) * 2.0**-32
 
 

@@ -1,7 +1,7 @@
 """Learning rate and weight decay as pure functions of (configuration, consumed samples).
 
 Time is counted in *samples*, so that a schedule means the same for any batch size, ramp-up or restart: the rate used by
-an iteration is ``lr(config, samples consumed before it)``. :class:`SchedulePlan` is the configuration reduced to
+an iteration is ``learning_rate(plan, consumed samples)``. :class:`SchedulePlan` is the configuration reduced to
 numbers of samples; :class:`OptimizerParamScheduler` writes the values into an optimizer's parameter groups.
 
 With ``n`` consumed samples, ``w`` warm-up and ``d`` decay samples, ``L`` the peak, ``m`` the minimum and ``i`` the
@@ -147,16 +147,6 @@ def _lengths_in_samples(config: ScheduleConfig) -> tuple[int, int, float, int | 
         decay = config.train_samples if config.lr_decay_samples is None else config.lr_decay_samples
         return config.train_samples, decay, config.lr_warmup_samples, config.lr_wsd_decay_samples
     raise UserError("neither --train-iters nor --train-samples is set: the schedule has no length")
-
-
-def lr(config: ScheduleConfig, consumed_samples: int) -> float:
-    """Learning rate of the iteration that starts after ``consumed_samples`` samples."""
-    return learning_rate(schedule_plan(config), consumed_samples)
-
-
-def weight_decay(config: ScheduleConfig, consumed_samples: int) -> float:
-    """Weight decay of the iteration that starts after ``consumed_samples`` samples."""
-    return decay_weight(schedule_plan(config), consumed_samples)
 
 
 def learning_rate(

@@ -31,7 +31,6 @@ class SentencePieceTokenizer(Tokenizer):
             raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: {error}") from error
         if not raw or size == 0:
             raise UserError(f"--tokenizer-model {model} is not a SentencePiece model: it holds no pieces")
-        self._model_size = size
         self._vocab = {self._processor.id_to_piece(index): index for index in range(size)}
         roles = {"bos": self._processor.bos_id(), "eos": self._processor.eos_id(), "pad": self._processor.pad_id(),
                  "unk": self._processor.unk_id()}  # fmt: skip

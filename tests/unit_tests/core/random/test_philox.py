@@ -34,6 +34,12 @@ def test_keys_are_equal_in_every_process_and_tell_parts_apart():
     assert len(set(keys)) == len(keys)
 
 
+def elements(key, index, transform=rng._normal_of_words):
+    """Elements of a stream one by one: word ``i % 4`` of counter ``i // 4``."""
+    values = transform(rng._words_of_blocks(key, index >> 2))
+    return values.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
+
+
 def test_normal_numbers_have_normal_moments():
     values = torch.empty(1, 1 << 21, dtype=torch.float64)
     rng.fill_runs_(values, rng.key(3, "moments"), torch.tensor([0]))
@@ -48,18 +54,18 @@ def test_normal_numbers_have_normal_moments():
 def test_normal_numbers_are_those_of_the_logarithm_sine_and_cosine():
     """Series in place of library functions, so that every device computes the same bits, cost no accuracy."""
     index, key = torch.arange(1 << 14), rng.key(3, "series")
-    words = rng.random_bits(key, index).unflatten(0, (-1, 2))
+    words = elements(key, index, lambda words: words).unflatten(0, (-1, 2))
     radius = (-2 * ((words[:, 0].double() + 0.5) * 2.0**-32).log()).sqrt()
     angle = words[:, 1]
     turn = ((angle & 0x3FFFFFFF).double() - 0x20000000 + 0.5) * (torch.pi / 2**31)
     first = torch.where(angle & 0x40000000 != 0, turn.sin(), turn.cos())
     second = torch.where(angle & 0x40000000 != 0, turn.cos(), turn.sin())
     expected = torch.stack((first, second), 1) * (radius * torch.where(angle >> 31 == 1, -1.0, 1.0))[:, None]
-    torch.testing.assert_close(rng.normal(key, index), expected.flatten(), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(elements(key, index), expected.flatten(), rtol=1e-12, atol=1e-13)
 
 
 def test_uniform_numbers_fill_the_unit_interval_evenly():
-    values = rng.uniform(rng.key(5, "u"), torch.arange(1 << 18))
+    values = elements(rng.key(5, "u"), torch.arange(1 << 18), rng._uniform_of_words)
     counts = torch.histc(values, bins=64, min=0, max=1)
     chi_squared = ((counts - 4096) ** 2 / 4096).sum().item()
     assert 25 < chi_squared < 120 and values.min() > 0 and values.max() < 1
@@ -70,7 +76,7 @@ def test_uniform_numbers_fill_the_unit_interval_evenly():
 def test_any_run_equals_the_elements_by_index(distribution, start, length):
     key = rng.key(9, "runs")
     run = rng.fill_runs_(torch.empty(1, length, dtype=torch.float64), key, torch.tensor([start]), distribution)
-    by_index = getattr(rng, distribution)(key, torch.arange(start, start + length))
+    by_index = elements(key, torch.arange(start, start + length), getattr(rng, f"_{distribution}_of_words"))
     assert torch.equal(run[0], by_index)
 
 
@@ -79,7 +85,7 @@ def test_aligned_runs_equal_unaligned_ones():
     starts = torch.tensor([0, 400, 80, 120])
     together = rng.fill_runs_(torch.empty(4, 20), key, starts)
     for row, start in zip(together, starts.tolist()):
-        assert torch.equal(row, rng.normal(key, torch.arange(start, start + 20)).float())
+        assert torch.equal(row, elements(key, torch.arange(start, start + 20)).float())
 
 
 def _mask(stream, feature, position, sample, row=0, site=("layer", 3, "mlp")):

@@ -8,10 +8,10 @@ import pytest
 from megatron.core.schedules.learning_rate import (
     OptimizerParamScheduler,
     SchedulePlan,
+    decay_weight,
     get_optimizer_param_scheduler,
-    lr,
+    learning_rate,
     schedule_plan,
-    weight_decay,
 )
 
 
@@ -28,6 +28,14 @@ def config(**changes):
         "use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **changes})
+
+
+def lr(config, samples):
+    return learning_rate(schedule_plan(config), samples)
+
+
+def weight_decay(config, samples):
+    return decay_weight(schedule_plan(config), samples)
 
 
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 20}
