@@ -182,9 +182,10 @@ class GPTDataset(MegatronDataset):
         )
 
     def _count_tokens(self) -> int:
-        lengths, first = self.dataset.sequence_lengths, int(self.indices[0]) if len(self.indices) else 0
-        self._range = len(self.indices) > 0 and np.array_equal(self.indices, np.arange(first, first + len(self.indices)))
-        chosen = lengths[first : first + len(self.indices)] if self._range else lengths[self.indices]
+        lengths, count = self.dataset.sequence_lengths, len(self.indices)
+        first = int(self.indices[0]) if count else 0
+        self._range = count > 0 and np.array_equal(self.indices, np.arange(first, first + count))
+        chosen = lengths[first : first + count] if self._range else lengths[self.indices]
         return int(chosen.sum(dtype=np.int64))
 
     def _drops_partial(self) -> bool:
