@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from megatron.compat.batch_position import BatchPositionHook
-from megatron.compat.num_microbatches_calculator import follow_batch_schedule
+from megatron.compat.num_microbatches_calculator import follow_batch_schedule, update_num_microbatches
 from megatron.core import parallel_state
 from megatron.core.config import absent
 from megatron.core.enums import ModelType
@@ -28,7 +27,7 @@ from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.launcher import local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import NumSamples
-from megatron.training.hooks.base import Hook
+from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.initialize import (
     configure_logging,
     rank_from_environment,
@@ -36,9 +35,11 @@ from megatron.training.initialize import (
     world_size_from_environment,
 )
 from megatron.training.initialize import initialize_megatron as bring_up
+from megatron.training.observe.metrics import StepMetrics
 from megatron.training.run import run
 from megatron.training.start.parallelize import build_model, parallelize
 from megatron.training.tasks.base import Task
+from megatron.training.train_state import TrainState
 
 
 @dataclass
@@ -106,6 +107,19 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     return Namespace(**values)
 
 
+class BatchPositionHook(Hook):
+    """``get_num_microbatches()``, which scripts ask, is that of the batch being trained."""
+
+    def __init__(self, cfg: PretrainConfig) -> None:
+        self.cfg = cfg
+
+    def on_train_start(self, run: RunInfo) -> None:
+        follow_batch_schedule(self.cfg, self.cfg.data_parallel_size, run.state.consumed_train_samples)
+
+    def on_step(self, state: TrainState, metrics: StepMetrics) -> None:
+        update_num_microbatches(state.consumed_train_samples)
+
+
 class ClassicTask(Task):
     """A task made of the functions that an entry script passes."""
 
@@ -129,7 +143,6 @@ class ClassicTask(Task):
         return model
 
     def hooks(self) -> Sequence[Hook]:
-        """``get_num_microbatches()``, which scripts ask, follows the batch that is trained."""
         return [BatchPositionHook(self.cfg)]
 
     def _pass_sample_index(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -14,9 +14,9 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 class ProgressHook(Hook):
     """Throughput of this job, and of all jobs with as many GPUs since the first of them, waiting times included."""
 
-    def __init__(self, save_dir: str, seq_length: int, saved_text: str = "Saved checkpoint"):
+    def __init__(self, save_dir: str, seq_length: int):
         self.path = Path(save_dir) / "progress.txt"
-        self.seq_length, self.saved_text = seq_length, saved_text
+        self.seq_length = seq_length
         self.world_size = 1
         self.start_time = 0.0
         self.start_flops = 0.0
@@ -33,7 +33,7 @@ class ProgressHook(Hook):
         first_start, first_flops = self._first_job()
         all_seconds = (datetime.now() - first_start).total_seconds()
         self._append(
-            f"{self.saved_text}\tIteration: {state.iteration}\t"
+            f"Saved checkpoint\tIteration: {state.iteration}\t"
             f"Job throughput: {self._tflops(flops - self.start_flops, job_seconds):.1f} TFLOP/s/GPU\t"
             f"Cumulative throughput: {self._tflops(flops - first_flops, all_seconds):.1f} TFLOP/s/GPU\t"
             f"Floating-point operations: {flops:.2e}\t"

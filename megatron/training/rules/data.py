@@ -14,14 +14,10 @@ TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
     "BertWordPieceLowerCase": ("vocab_file",),
     "BertWordPieceCase": ("vocab_file",),
     "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "SentencePieceTokenizer": ("tokenizer_model",),
-    "GPTSentencePieceTokenizer": ("tokenizer_model",),
-    "HuggingFaceTokenizer": ("tokenizer_model",),
-    "Llama2Tokenizer": ("tokenizer_model",),
-    "TikTokenizer": ("tokenizer_model",),
     "NullTokenizer": ("vocab_size",),
+    "ByteLevelTokenizer": (),
 }
-"""Flags that each tokenizer needs."""
+"""Flags that tokenizers need; the others: ``tokenizer_model``."""
 
 
 def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
@@ -78,7 +74,7 @@ def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
     if cfg.tokenizer_type is None:
         yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return
-    for field in TOKENIZER_FILES.get(cfg.tokenizer_type, ()):
+    for field in TOKENIZER_FILES.get(cfg.tokenizer_type, ("tokenizer_model",)):
         if getattr(cfg, field) is None:
             other = "" if cfg.tokenizer_type == "NullTokenizer" else "or choose another --tokenizer-type"
             yield missing(field, f"is required by --tokenizer-type {cfg.tokenizer_type}", other)
