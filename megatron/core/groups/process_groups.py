@@ -151,6 +151,16 @@ def orthogonal_rank_lists(sizes: dict[str, int], wanted: frozenset[str] | set[st
     return sorted(groups.values())
 
 
+def _stretches(lists: list[list[int]], size: int) -> list[list[int]]:
+    """The groups cut into neighbours, ``size`` at a time."""
+    return [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
+
+
+def _places(lists: list[list[int]], size: int) -> list[list[int]]:
+    """Ranks at the same place of those stretches."""
+    return [ranks[i::size] for ranks in lists for i in range(size)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankGrid:
     """Sizes of all axes and the rank lists that follow from them."""
@@ -244,28 +254,6 @@ class RankGrid:
         """All groups of expert axes: ``"ep"``, ``"tp"``, ``"dp"``, ``"tp-ep"``, ``"pp"``."""
         return self._rank_lists(self.expert_sizes, axes)
 
-    def optimizer_shard_rank_lists(self, lists: list[list[int]]) -> list[list[int]]:
-        """Stretches of data-parallel groups ``lists``, one per optimizer instance."""
-        size = len(lists[0]) // self.optimizer_instances
-        return [ranks[i : i + size] for ranks in lists for i in range(0, len(ranks), size)]
-
-    def optimizer_replica_rank_lists(self, lists: list[list[int]]) -> list[list[int]]:
-        """Ranks at the same place of those stretches."""
-        size = len(lists[0]) // self.optimizer_instances
-        return [ranks[i::size] for ranks in lists for i in range(size)]
-
-    def inner_context_rank_lists(self) -> list[list[int]]:
-        """Stretches of the ``cp`` groups, one for each place in the outer level."""
-        size = self.cp_levels[0] if self.cp_levels else 1
-        return [ranks[i : i + size] for ranks in self.rank_lists("cp") for i in range(0, len(ranks), size)]
-
-    def outer_context_rank_lists(self) -> list[list[int]]:
-        """Ranks at the same place of those stretches; every rank alone without levels."""
-        if self.cp_levels is None:
-            return [[rank] for rank in range(self.world_size)]
-        size = self.cp_levels[0]
-        return [ranks[i::size] for ranks in self.rank_lists("cp") for i in range(size)]
-
     def embedding_rank_lists(self) -> list[list[int]]:
         """Per pipeline: its first and last rank, then its middle ranks one by one."""
         lists = []
@@ -280,10 +268,11 @@ class RankGrid:
         lists |= {name: self.rank_lists(axes) for name, axes in _AXES.items()}
         lists |= {name: self.expert_rank_lists(axes) for name, axes in _EXPERT_AXES.items()}
         for name in ("dp_cp", "edp"):
-            lists[f"{name}_shard"] = self.optimizer_shard_rank_lists(lists[name])
-            lists[f"{name}_replica"] = self.optimizer_replica_rank_lists(lists[name])
+            size = len(lists[name][0]) // self.optimizer_instances
+            lists |= {f"{name}_shard": _stretches(lists[name], size), f"{name}_replica": _places(lists[name], size)}
         lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
-        lists |= {"cp_a2a": self.inner_context_rank_lists(), "cp_p2p": self.outer_context_rank_lists()}
+        inner, step = self.cp_levels[:1] * 2 if self.cp_levels else (1, self.cp)  # without levels, every rank alone
+        lists |= {"cp_a2a": _stretches(lists["cp"], inner), "cp_p2p": _places(lists["cp"], step)}
         return lists | {"embedding": self.embedding_rank_lists()}
 
 

@@ -34,10 +34,10 @@ def test_heads_are_exchanged_among_neighbours_and_rings_go_outside(gloo_pool):
 
 def test_levels_stay_inside_of_context_groups():
     grid = RankGrid.from_world(16, tp=2, cp=4, cp_levels=(2, 2))
-    for outer in (grid.inner_context_rank_lists(), grid.outer_context_rank_lists()):
+    for outer in (grid.all_rank_lists()["cp_a2a"], grid.all_rank_lists()["cp_p2p"]):
         assert sorted(sum(outer, [])) == list(range(16)) and {len(ranks) for ranks in outer} == {2}
         assert all(any(set(ranks) <= set(cp) for cp in grid.rank_lists("cp")) for ranks in outer)
-    assert grid.inner_context_rank_lists()[0] == [0, 2] and grid.outer_context_rank_lists()[0] == [0, 4]
+    assert grid.all_rank_lists()["cp_a2a"][0] == [0, 2] and grid.all_rank_lists()["cp_p2p"][0] == [0, 4]
 
 
 def sliced(rank, size):
