@@ -309,13 +309,9 @@ class MegatronOptimizer:
 
         return count_zeros(self._shares(tensors_of), self.device)
 
-    def params_norm(self) -> float:
-        """Global L2 norm of the exact values. Waits for the device."""
-        return float(self.params_norm_on_device())
-
     @torch.no_grad()
     def params_norm_on_device(self) -> Tensor:
-        """The same as a 0-d fp64 tensor."""
+        """Global L2 norm of the exact values, a 0-d fp64 tensor on the device."""
         return l2_norm(self._shares(lambda name: [self.masters[name].read()]), self.device)
 
     @torch.no_grad()

@@ -101,7 +101,7 @@ def trained(rank, world, kind, options, instances=1, dtype=torch.float64, steps=
         ddp.eval()
         ddp(batch(99))  # an evaluation between two steps
         ddp.train()
-        history.append((gradients, norm, zeros, optimizer.params_norm()))
+        history.append((gradients, norm, zeros, float(optimizer.params_norm_on_device())))
     from megatron.core.sharding.sharded_tensor import module_tensors
 
     state = pieces(optimizer.sharded_tensors().values()), pieces(module_tensors(ddp.module, groups=groups).values())

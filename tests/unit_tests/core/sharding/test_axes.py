@@ -169,7 +169,7 @@ def trained(rank, world, sizes, options, kind="adam", steps=STEPS, load_from=Non
             step_once(ddp, optimizer, step, groups)
             gradients = pieces(optimizer.gradient_shards())
             _, *numbers = optimizer.step()
-            history.append((gradients, [*numbers, optimizer.params_norm()]))
+            history.append((gradients, [*numbers, float(optimizer.params_norm_on_device())]))
         live = tensors_of(ddp, optimizer, groups)
         if save_to:
             save(live, save_to)
