@@ -6,7 +6,6 @@ so a cache written by one is read by the other. The rules are those of Megatron-
 (docs/reference/data_format.md).
 """
 
-import logging
 
 import numpy as np
 
@@ -18,8 +17,6 @@ try:
     import megatron_data_helpers as _cpp
 except ImportError:  # never built: the numpy twins below are the implementation
     _cpp = None
-
-logger = logging.getLogger(__name__)
 
 MAX_SOURCES = 32767  # the source number of a blended sample is stored as int16
 _INT32_MAX = np.iinfo(np.int32).max

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +18,6 @@ from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums
 from megatron.training.observe.metrics import EvalResult
 from megatron.training.tasks.base import Task
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

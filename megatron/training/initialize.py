@@ -20,8 +20,6 @@ from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
 
-logger = logging.getLogger(__name__)
-
 
 def world_size_from_environment() -> int:
     """The number of ranks that torchrun started; 1 without torchrun."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,8 +12,6 @@ from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
 from megatron.core.tokenizers.tik_token import TikTokenizer
-
-logger = logging.getLogger(__name__)
 
 NOT_YET = ("MultimodalTokenizer", "NullMultimodalTokenizer", "SFTTokenizer")
 TOKENIZER_TYPES = get_args(TokenizerType)
@@ -96,8 +92,3 @@ class MegatronTokenizer:
         with path.open("rb") as file:
             is_list = file.read(64).lstrip()[:1] == b"["
         return TikTokenizer(str(path), **options) if is_list else build_huggingface(str(path), **options)
-
-
-def describe(tokenizer: Tokenizer) -> str:
-    """One line for logs."""
-    return f"{tokenizer.tokenizer_type}, {tokenizer.vocab_size} ids, special {json.dumps(tokenizer.special_ids)}"

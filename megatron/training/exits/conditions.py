@@ -8,7 +8,6 @@ hosts per iteration, unless --no-save-on-signal is given.
 import atexit
 import contextlib
 import functools
-import logging
 import multiprocessing
 import os
 import signal
@@ -23,8 +22,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 from megatron.training.train_state import TrainState
-
-logger = logging.getLogger(__name__)
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Batch systems send the first two before the time is up; the third is Ctrl-C."""

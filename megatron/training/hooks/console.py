@@ -20,8 +20,6 @@ from megatron.training.observe.metrics import EvalResult, StepMetrics
 from megatron.training.observe.throughput import Throughput, cuda_memory_megabytes
 from megatron.training.train_state import TrainState
 
-logger = logging.getLogger(__name__)
-
 REMAINING_SECONDS = 30.0
 """At most one line about the time remaining in so many seconds."""
 
