@@ -68,7 +68,7 @@ class State:
         each = self.tensors[0]
         assert each.master.kept is not None
         moments = sum(2 * moment.element_size() for moment in each.moments)
-        weight = 2 if each.master.live is not None else 4
+        weight = 2 if each.master.is_live else 4
         return each.gradient.element_size() + 2 * each.master.kept.element_size() + weight + moments
 
     def update(self, kernel: Any) -> None:

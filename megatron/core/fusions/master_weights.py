@@ -58,6 +58,8 @@ class Master:
     """Data type of ``kept``."""
     avoids_halves = False
     """Whether the model computes with it in bf16."""
+    is_live = True
+    """Whether :meth:`read` gives the memory in which the exact value lies, rather than a copy."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.detach()
@@ -67,15 +69,10 @@ class Master:
     @property
     def dtype(self) -> torch.dtype:
         """In which it is read, written and updated."""
-        return self.weight.dtype
-
-    @property
-    def live(self) -> Tensor | None:
-        """The exact value, where it lies in memory as one tensor."""
-        return self.weight
+        return self.weight.dtype if self.kept_dtype is None else torch.float32
 
     def read(self) -> Tensor:
-        """The exact value; shares memory where it can."""
+        """The exact value."""
         return self.weight
 
     def write(self, value: Tensor) -> None:
@@ -107,14 +104,6 @@ class Copy(Master):
         super().__init__(weight)
         self.avoids_halves = weight.dtype == torch.bfloat16
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def live(self) -> Tensor | None:
-        return self.kept
-
     def read(self) -> Tensor:
         return self.kept
 
@@ -132,15 +121,7 @@ class Remainder(Master):
 
     kept_dtype = torch.int16
     kept: Tensor
-    avoids_halves = True
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32
-
-    @property
-    def live(self) -> Tensor | None:
-        return None
+    avoids_halves, is_live = True, False
 
     def read(self) -> Tensor:
         return join_fp32(self.weight, self.kept)
@@ -176,8 +157,7 @@ class Updated(NamedTuple):
     @property
     def is_plain(self) -> bool:
         """Whether all of its state can be updated where it is."""
-        live = self.master.live
-        return live is not None and all(moment.dtype == live.dtype for moment in self.moments)
+        return self.master.is_live and all(moment.dtype == self.master.dtype for moment in self.moments)
 
 
 class Opened(NamedTuple):
