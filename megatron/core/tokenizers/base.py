@@ -60,7 +60,7 @@ class Tokenizer(ABC):
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text as an integer array: the fast path of preprocessing."""
-        return [np.asarray(self.tokenize(text), dtype=np.int64) for text in texts]
+        return [np.asarray(self.tokenize(text), dtype=np.uint32) for text in texts]
 
     @property
     def vocab(self) -> dict[str, int]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from megatron.core.config.errors import UserError
 from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
 from megatron.core.tokenizers.libraries import require
@@ -74,9 +72,6 @@ class SentencePieceTokenizer(Tokenizer):
             elif part:
                 ids += self._processor.encode_as_ids(part)
         return ids
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.asarray(self.tokenize(text), dtype=np.uint32) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         if not self._added:
