@@ -95,6 +95,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
         rank=rank_from_environment(),
         local_rank=local_rank(),
         params_dtype=cfg.params_dtype,
+        num_experts=cfg.num_moe_experts,
         iteration=0,
         consumed_train_samples=0,
         consumed_valid_samples=0,
