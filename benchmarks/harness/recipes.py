@@ -44,6 +44,12 @@ CHOICES = (
     Choice("llama/llama3_70b", "80 GB", like="tp4-sp-overlap"),
     Choice("llama/llama3_70b", "80 GB", "NNODES=4 TP=8 PP=2", like="tp4-sp-overlap"),
     Choice("llama/llama3_70b", "141 GB", "NNODES=2 TP=8 PP=2", like="tp4-sp-overlap"),
+    Choice("mixtral/mixtral_8x7b_distributed", "80 GB", like="mixtral-ep2"),
+    Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=2 PP=2", like="mixtral-ep2"),
+    Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=1 PP=1", PRECISION_AWARE, like="mixtral-ep2"),
+    Choice("qwen3_moe/qwen3_30b_a3b", "80 GB", like="qwen3-moe-ep2"),
+    Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 PP=1", like="qwen3-moe-ep2"),
+    Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 GPUS_PER_NODE=4 PP=1 EP=4", PRECISION_AWARE, "qwen3-moe-ep2"),
 )
 
 

@@ -17,6 +17,8 @@ PARAMETERS = {
     "train_gpt3_175b_distributed": 174_604_259_328,
     "train_llama3_8b": 8_030_261_248,
     "train_llama3_70b": 70_553_706_496,
+    "train_mixtral_8x7b_distributed": 46_702_792_704,
+    "train_qwen3_30b_a3b": 30_532_122_624,
 }
 SMALL = {
     "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "32",
@@ -26,6 +28,7 @@ SMALL = {
 SMALLER = {
     "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
     "--lr-decay-samples": "8", "--lr-warmup-samples": "4", "--lr-warmup-iters": "1",
+    "--kv-channels": "16", "--num-experts": "8", "--moe-ffn-hidden-size": "32",
 }  # fmt: skip
 """Sizes that only some recipes give."""
 
@@ -88,6 +91,8 @@ def test_recipe_fits_its_gpus_at_real_size(recipe, environment, tmp_path):
 @pytest.mark.parametrize("recipe", RECIPES, ids=name_of)
 def test_recipe_trains_small_under_torchrun(recipe, environment, tmp_path):
     layout = {"GPUS_PER_NODE": "2", "NNODES": "1", "TP": "2", "PP": "1", "SAVE": "checkpoints"}
+    if "--num-experts" in recipe.read_text():
+        layout["EP"] = "2"
     env = {**environment, **layout, "MASTER_PORT": str(20000 + os.getpid() % 10000)}
     result = start(recipe, *small(recipe), env=env, cwd=tmp_path)
     assert result.returncode == 0 and "2 ranks = tensor 2" in result.stdout, result.stdout + result.stderr

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Mixtral 8x7B on 4 nodes of 8 GPUs with 80 GB. README.md beside it: what it needs and costs, how to start it.
+#SBATCH --job-name=mixtral-8x7b --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --exclusive --mem=0
+#SBATCH --signal=B:USR1@600 --requeue --open-mode=append
+set -euo pipefail
+root=$(dirname "$0")/../..
+[ -f "$root/examples/launch.sh" ] || root=$SLURM_SUBMIT_DIR  # sbatch runs a copy: submit from the top of the repository
+. "$root/examples/launch.sh"
+
+NNODES=${NNODES:-4} TP=${TP:-1} PP=${PP:-4} EP=${EP:-8}
+TOKENIZER_TYPE=Llama2Tokenizer VOCAB_SIZE=32000
+
+MODEL=(
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --seq-length 4096 --max-position-embeddings 32768
+    --position-embedding-type rope --rotary-base 1000000 --normalization RMSNorm --norm-epsilon 1e-5 --swiglu
+    --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --init-method-std 0.02 --bf16
+)
+EXPERTS=(
+    --num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
+    --moe-token-dispatcher-type alltoall
+)
+TRAINING=(  # 1 T tokens
+    --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-256}" --train-iters 953674
+    --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 500
+    --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
+)
+launch pretrain_gpt.py "${MODEL[@]}" "${EXPERTS[@]}" "${TRAINING[@]}" "$@"
