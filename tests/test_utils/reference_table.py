@@ -164,17 +164,21 @@ LATENT = (
     f"{FEW} {UNTIED} --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 10 --qk-pos-emb-head-dim 8 --v-head-dim 6"
 )
 DEEPSEEK = f"{LATENT} --q-lora-rank 14 --qk-layernorm --normalization RMSNorm {EIGHT} {SIGMOID} {GROUP_CHOICE} {SHARED}"
-STRETCHED = "--rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 1.5"
+STRETCHED = (
+    "--rotary-base 50 --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 1.5"
+    " --init-method-std 0.3"
+)
 AHEAD = f"{FEW} --position-embedding-type rope --mtp-num-layers"
 LATENTS = {
-    "latent-attention": f"{LATENT} --position-embedding-type rope --rope-type rope --weight-decay 0.5",
+    "latent-attention": f"{LATENT} --position-embedding-type rope --rope-type rope --weight-decay 0.5"
+                        " --rotary-scaling-factor 4 --mscale-all-dim 1 --rotary-percent 0.5 --init-method-std 0.3",
     "latent-attention-yarn": f"{LATENT} --position-embedding-type rope --q-lora-rank 14 --qk-layernorm {STRETCHED}"
-                             f" --mscale 0.7 --mscale-all-dim 0.9 --init-method-std 0.1 {DROPOUT}",
+                             f" --mscale 0.7 --mscale-all-dim 0.9 {DROPOUT}",
     "latent-attention-packed": f"{LATENT} --rope-type rope --position-embedding-type none --q-lora-rank 10"
-                               f" --rotary-base 100 {PACKED} --softmax-type learnable --norm-epsilon 0.02"
-                               " --qk-layernorm",
+                               f" --rotary-base 100 {PACKED} --softmax-type learnable --init-method-std 0.3"
+                               " --norm-epsilon 0.02 --qk-layernorm",
     "latent-attention-with-experts": f"{DEEPSEEK} --position-embedding-type rope --rope-type yarn {STRETCHED} --mscale"
-                                     " 1 --mscale-all-dim 1 --moe-layer-freq [0,1] --apply-wd-to-qk-layernorm"
+                                     " 0.5 --mscale-all-dim 1 --moe-layer-freq [0,1] --apply-wd-to-qk-layernorm"
                                      f" {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05 --recompute-activations",
 }  # fmt: skip
 AHEADS = {
@@ -182,7 +186,7 @@ AHEADS = {
     "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad"
                          " 0.5",
     "experts-ahead": f"{AHEAD} 2 --mtp-loss-scaling-factor 0.3 {EIGHT} --moe-aux-loss-coeff 0.2 --moe-layer-freq [0,1]",
-    "deepseek": f"{DEEPSEEK} {AHEAD} 1 --rope-type yarn {STRETCHED} --mscale 1 --mscale-all-dim 1 --moe-layer-freq"
+    "deepseek": f"{DEEPSEEK} {AHEAD} 1 --rope-type yarn {STRETCHED} --mscale 0.7 --mscale-all-dim 1 --moe-layer-freq"
                 f" [0,1] {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05",
 }  # fmt: skip
 FP16 = "--fp16 --optimizer sgd --lr 0.3 --init-method-std 0.1"
