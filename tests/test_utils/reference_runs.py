@@ -15,6 +15,8 @@ BASE = [
 """eps: an entry of the gradient that is zero in exact arithmetic (the bias of keys) is rounding noise, which Adam
 with a smaller eps would blow up."""
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+MEMORIES = (".expert_bias", ".last_choices")
+"""What routers keep besides weights."""
 PROGRAM_ONLY = ["--tokenizer-type", "NullTokenizer", "--num-workers", "0", "--log-interval", "1", "--log-params-norm"]
 
 
@@ -73,8 +75,11 @@ def program(rank, world_size, argv, fp64, folder, save):
     (checkpoint,) = Path(save).glob("iter_*")
     reader = CheckpointReader(checkpoint)
     prefix = "optimizer.main_param." if any("main_param" in name for name in reader.names) else "model."
-    names = [name for name in reader.names if name.startswith(prefix)]
-    final = {name.removeprefix(prefix): reader.read(name).double().numpy() for name in names}
+    memories = [name for name in reader.names if name.startswith("model.") and name.endswith(MEMORIES)]
+    names = {*memories, *(name for name in reader.names if name.startswith(prefix))}
+    final = {
+        name.removeprefix(prefix).removeprefix("model."): reader.read(name).double().numpy() for name in sorted(names)
+    }
     return list(read_metrics(f"{save}/metrics.jsonl")), initial, final
 
 

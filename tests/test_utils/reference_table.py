@@ -203,6 +203,14 @@ PRECISION = {
         f"{FP16} --initial-loss-scale 5200000 --min-loss-scale 1300000 --hysteresis 1 --optimizer adam --lr 5e-3"
         " --adam-eps 1e-2", "fp16",
     ),
+    "bf16-experts": (
+        f"--bf16 {EIGHT} --moe-router-dtype fp32 {BALANCED} global_aux_loss --moe-aux-loss-coeff 0.1"
+        " --optimizer sgd --lr 0.3", "bf16",
+    ),
+    "fp16-experts": (
+        f"{FP16} {EIGHT} {SIGMOID} --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01 --loss-scale-window 2"
+        " --initial-loss-scale 4194304 --hysteresis 1", "fp16",
+    ),
     "fp16-layer-scaling": (f"{FP16} --apply-query-key-layer-scaling --loss-scale 64 --num-layers 3", "fp16"),
 }
 
