@@ -30,6 +30,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.moe import MoEConfig
+from megatron.core.fusions.routing import Summary
 from megatron.core.groups.process_groups import Group
 from megatron.core.transformer.moe.routing import ScoreFunction, balanced_scores, maths_dtype
 
@@ -111,16 +112,29 @@ def fractions(rule: SideLossRule, counts_be: Tensor, last_batch_e: Tensor | None
     return result
 
 
+def summarize(logits: Tensor, experts: Tensor, function: ScoreFunction) -> Summary:
+    """Sums over the tokens of ``logits`` [s, b, e] and their ``experts`` int64 [s, b, k], in fp32, of fp64 logits in
+    fp64: the reference of ``weigh_triton``."""
+    dtype = maths_dtype(logits)
+    return Summary(
+        balanced_scores(logits, function).sum(0),
+        choice_counts(experts, logits.shape[-1], dtype),
+        logits.to(dtype).logsumexp(-1).square().sum(0),
+        logits.detach().isfinite().logical_not_().sum((0, 2)).to(dtype),
+    )
+
+
 def side_loss(
-    rule: SideLossRule, logits: Tensor, fractions: dict[str, Tensor], tokens_b: Tensor, length: int
+    rule: SideLossRule, sums: Summary, fractions: dict[str, Tensor], tokens_b: Tensor, lengths: tuple[int, int]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(share of the sum of all losses, each times its coefficient and the tokens it stands for; statistics).
 
-    ``logits`` [s, b, e]; ``tokens_b`` [b] as in :class:`SideLosses`; ``length`` is that of whole sequences. A statistic
-    is (share of the loss without coefficient, times the tokens it stands for; share of those tokens).
+    ``tokens_b`` [b] as in :class:`SideLosses`; ``lengths`` of sequences: on this rank, and whole. A statistic is (share
+    of the loss without coefficient, times the tokens it stands for; share of those tokens).
     """
-    tokens_b = tokens_b.to(maths_dtype(logits))
-    count = tokens_b.sum() * (logits.shape[0] / length)
+    local, whole = lengths
+    tokens_b = tokens_b.to(sums.z_b.dtype)
+    count = tokens_b.sum() * (local / whole)
     loss, statistics = tokens_b.new_zeros(()), {}
 
     def add(name: str, coefficient: float, share: Tensor) -> None:
@@ -128,14 +142,11 @@ def side_loss(
         loss = loss + coefficient * share
         statistics[name] = torch.stack((share.detach(), count))
 
-    if fractions:
-        sums_be = balanced_scores(logits, rule.score_function).sum(0)
-        for name, f_be in fractions.items():
-            # a loss per micro-batch has no sequence of its own: it counts alike for all of them
-            weight_b = tokens_b.mean().expand_as(tokens_b) if name == "aux_loss" else tokens_b
-            share = (f_be * sums_be * weight_b[:, None]).sum() * (f_be.shape[-1] / length)
-            add(STATISTICS[name], rule.coefficient_of[name], share)
+    for name, f_be in fractions.items():
+        # a loss per micro-batch has no sequence of its own: it counts alike for all of them
+        weight_b = tokens_b.mean().expand_as(tokens_b) if name == "aux_loss" else tokens_b
+        share = (f_be * sums.scores_be * weight_b[:, None]).sum() * (f_be.shape[-1] / whole)
+        add(STATISTICS[name], rule.coefficient_of[name], share)
     if rule.z_coefficient:
-        z_b = logits.to(tokens_b.dtype).logsumexp(-1).square().sum(0)
-        add("z_loss", rule.z_coefficient, (z_b * tokens_b).sum() / length)
+        add("z_loss", rule.z_coefficient, (sums.z_b * tokens_b).sum() / whole)
     return loss, statistics

@@ -13,6 +13,7 @@ Legend: s sequence (local), b batch, h hidden, t tokens (s * b), e experts, k ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from torch.autograd.function import once_differentiable
 from megatron.core.attention.context_parallel import zigzag
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.dispatch import ByDevice, kernels_serve
+from megatron.core.fusions.routing import Summary, choose_triton, weigh_triton
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Zeros, parameter
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import weight_init
-from megatron.core.transformer.moe.balance import SideLossRule, choice_counts, fractions, side_loss
+from megatron.core.transformer.moe.balance import SideLossRule, choice_counts, fractions, side_loss, summarize
 from megatron.core.transformer.moe.routing import (
     Routing,
     RoutingRule,
     expert_capacity,
-    maths_dtype,
     round_robin,
     sinkhorn_scores,
     top_k,
@@ -88,6 +90,13 @@ class TopKRouter(nn.Module):
             sinkhorn="sinkhorn" in config.moe_router_load_balancing_type,
         )  # fmt: skip
         self.losses = SideLossRule.of(config)
+        fused = kernels_serve(config.params_dtype, config.moe_fusion) and not self.rule.sinkhorn
+        self._choose_by_score: Callable[..., Tensor] = self.rule.choose
+        self._weigh: Callable[..., tuple[Tensor, Summary | None]] = self._weigh_plain
+        if fused:
+            self._weigh = ByDevice(self._weigh_in_kernel, self._weigh_plain)
+        if fused and self.rule.num_groups is None:
+            self._choose_by_score = ByDevice(self._choose_in_kernel, self.rule.choose)
         self.sharers = groups.tp_cp if config.sequence_parallel else groups.cp
         self.stream = groups.stream(config.sequence_parallel)
         shared: dict[str, Any] = {"groups": groups, "partial": ("tp",) if self.stream.size > 1 else ()}
@@ -123,13 +132,12 @@ class TopKRouter(nn.Module):
         """``hidden_states`` [s, b, h]. Statistics and the losses of ``ctx.side_losses`` are those of training alone."""
         logits = self._logits(self._jittered(hidden_states, ctx))
         experts = choose(lambda: self._choose(logits))
-        weights = self.rule.weigh(logits, experts)
-        plain = experts if self._choice_is_plain else None
+        weights, sums = self._weigh(logits, experts, self.training)
         kept_experts, weights = self._within_capacity(experts.flatten(0, 1), weights.flatten(0, 1))
-        if self.training:
-            weights = self._with_side_losses(weights, logits, plain, ctx)
+        if sums is not None:
+            weights = self._with_side_losses(weights, logits, sums, ctx)
             if not is_recomputing():
-                self._count(logits, kept_experts)
+                self._count(sums, kept_experts)
         return Routing(kept_experts, weights)
 
     def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -167,7 +175,17 @@ class TopKRouter(nn.Module):
             return round_robin(position.chunk(self.stream.size)[self.stream.rank], batch, self.num_experts, self.k)
         if self.rule.sinkhorn and self.training:
             return top_k(sinkhorn_scores(logits, self.sharers), self.k)
-        return self.rule.choose(logits, self.expert_bias)
+        return self._choose_by_score(logits, self.expert_bias)
+
+    def _choose_in_kernel(self, logits: Tensor, bias: Tensor | None) -> Tensor:
+        return choose_triton(logits, bias, self.rule.kind, self.k)
+
+    def _weigh_in_kernel(self, logits: Tensor, experts: Tensor, summing: bool) -> tuple[Tensor, Summary | None]:
+        return weigh_triton(logits, experts, self.rule.kind, self.rule.scaling_factor or 1.0, summing)
+
+    def _weigh_plain(self, logits: Tensor, experts: Tensor, summing: bool) -> tuple[Tensor, Summary | None]:
+        sums = summarize(logits, experts, self.rule.score_function) if summing else None
+        return self.rule.weigh(logits, experts), sums
 
     def _within_capacity(self, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Experts and weights [t, k] without the choices for which an expert has no room."""
@@ -179,32 +197,33 @@ class TopKRouter(nn.Module):
         kept = choose(lambda: within_capacity(experts, by_weight, self.num_experts, capacity))
         return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
 
-    def _with_side_losses(self, weights: Tensor, logits: Tensor, plain: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """``weights``, in whose backward pass the losses take part. ``plain``: the top-k of the logits, if known."""
-        rule, counting = self.losses, not is_recomputing()
-        counts_be = None
-        if rule.coefficient_of:
-            experts = plain if plain is not None else choose(lambda: top_k(logits.detach(), self.k))
-            counts_be = choice_counts(experts, self.num_experts, maths_dtype(logits))
-            if counting and self.last_choices is not None:
-                self.statistics.add("_choices_per_expert", counts_be.sum(0))
-        elif not rule.z_coefficient:
+    def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
+        """``weights``, in whose backward pass the losses take part."""
+        rule, counting, shares = self.losses, not is_recomputing(), {}
+        if not rule.statistics:
             return weights
-        shares = {} if counts_be is None else fractions(rule, counts_be, self.last_choices, self.sharers)
-        side, length = ctx.side_losses, logits.shape[0] * self.sharers.size
-        tokens_b = logits.new_zeros(logits.shape[1]) if side is None else side.tokens_b
-        loss, statistics = side_loss(rule, logits, shares, tokens_b, length)
+        if rule.coefficient_of:
+            choices_be = sums.choices_be
+            if not self._choice_is_plain:
+                choices_be = choice_counts(choose(lambda: top_k(logits.detach(), self.k)), self.num_experts)
+            if counting and self.last_choices is not None:
+                self.statistics.add("_choices_per_expert", choices_be.sum(0))
+            shares = fractions(rule, choices_be.to(sums.z_b.dtype), self.last_choices, self.sharers)
+        side, (length, batch) = ctx.side_losses, logits.shape[:2]
+        tokens_b = sums.z_b.new_zeros(batch) if side is None else side.tokens_b
+        loss, statistics = side_loss(rule, sums, shares, tokens_b, (length, length * self.sharers.size))
         for name, values in statistics.items() if counting else ():
             self.statistics.add(name, values)
         return weights if side is None else attach_loss(weights, loss, side.scale)
 
     @torch.no_grad()
-    def _count(self, logits: Tensor, experts: Tensor) -> None:
-        counts_e = choice_counts(experts[:, None], self.num_experts)[0]
-        self.statistics.add("tokens_per_expert", counts_e)
+    def _count(self, sums: Summary, experts: Tensor) -> None:
+        counts_e = sums.choices_be.sum(0)
         if self.config.moe_expert_capacity_factor:
+            counts_e = choice_counts(experts[:, None], self.num_experts)[0]
             self.statistics.add("dropped", experts.numel() - counts_e.sum())
-        self.statistics.add("nonfinite_router_logit", logits.isfinite().logical_not_().sum())
+        self.statistics.add("tokens_per_expert", counts_e)
+        self.statistics.add("nonfinite_router_logit", sums.nonfinite_b.sum())
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:

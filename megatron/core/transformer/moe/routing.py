@@ -97,6 +97,11 @@ class RoutingRule:
             size = self.num_experts // groups
             raise UserError(f"moe_router_topk {self.topk}: {chosen} groups of {size} experts hold fewer")
 
+    @property
+    def kind(self) -> str:
+        """What the kernels call the scores."""
+        return "softmax before" if self.score_function == "softmax" and self.pre_softmax else self.score_function
+
     @torch.no_grad()
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
         """Experts int64 [..., k] of ``logits`` [..., e], best first; ``bias`` [e] is added to the scores here alone."""

@@ -14,7 +14,14 @@ from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
-from megatron.core.transformer.moe.balance import SideLossRule, choice_counts, fractions, fractions_of, side_loss
+from megatron.core.transformer.moe.balance import (
+    SideLossRule,
+    choice_counts,
+    fractions,
+    fractions_of,
+    side_loss,
+    summarize,
+)
 from megatron.core.transformer.moe.routing import top_k
 from megatron.core.transformer.side_losses import SideLosses
 from megatron.core.transformer.statistics import StatisticsSum
@@ -83,8 +90,9 @@ def test_losses_and_their_gradients_follow_the_definition(setting, function):
         logged["z_loss"] = sum(v * n for v, n in zip(values, TOKENS)) / TOKENS.sum()
     (gradient,) = torch.autograd.grad(expected, logits)
 
-    counts = choice_counts(top_k(logits.detach(), K), E, DOUBLE)
-    loss, statistics = side_loss(rule, logits, fractions(rule, counts, LAST, SINGLE_PROCESS.tp_cp), TOKENS, S)
+    sums = summarize(logits, top_k(logits.detach(), K), function)
+    shares_of_choices = fractions(rule, sums.choices_be, LAST, SINGLE_PROCESS.tp_cp)
+    loss, statistics = side_loss(rule, sums, shares_of_choices, TOKENS, (S, S))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient)
     assert statistics.keys() == logged.keys() == rule.statistics.keys()
@@ -96,9 +104,9 @@ def test_losses_and_their_gradients_follow_the_definition(setting, function):
 def test_equal_loads_are_1_in_every_dtype(dtype):
     rule = SideLossRule(("aux_loss", "seq_aux_loss", "global_aux_loss"), (1.0, 1.0, 1.0), 1.0)
     logits = torch.zeros(4, 2, 8, dtype=dtype, requires_grad=True)
-    counts = choice_counts(torch.arange(16).view(4, 2, 2) % 8, 8)
-    f = fractions(rule, counts, torch.zeros(8, dtype=torch.int64), SINGLE_PROCESS.tp_cp)
-    loss, statistics = side_loss(rule, logits, f, torch.full((2,), 4.0), 4)
+    sums = summarize(logits, torch.arange(16).view(4, 2, 2) % 8, "softmax")
+    f = fractions(rule, sums.choices_be, torch.zeros(8, dtype=torch.int64), SINGLE_PROCESS.tp_cp)
+    loss, statistics = side_loss(rule, sums, f, torch.full((2,), 4.0), (4, 4))
     for name, (total, count) in statistics.items():
         assert total / count == pytest.approx(math.log(8) ** 2 if name == "z_loss" else 1.0, rel=1e-6)
     assert loss.dtype == torch.float32
