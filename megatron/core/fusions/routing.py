@@ -14,11 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _ELEMENTS, _NUM_WARPS = 2048, 4
 """Logits of a program: 16 registers of each thread for a tile."""

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -48,23 +47,35 @@ from megatron.core.transformer.statistics import StepStatistics
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
+def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right`` in a wider dtype."""
+    if left.is_cuda and dtype == torch.float32:  # products of 16-bit numbers are exact in fp32: no wider copies
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)
+
+
 class _WideLinear(torch.autograd.Function):
     """x W^T with a result, and gradients up to their last rounding, in a wider dtype than x and W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if x.is_cuda and dtype == torch.float32:  # products of 16-bit numbers are exact in fp32: no wider copy of x
-            return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=dtype).view(*x.shape[:-1], -1)
-        return F.linear(x.to(dtype), weight.to(dtype))
+        return wide_product(x.flatten(0, -2), weight.t(), dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-        grad_weight = grad.flatten(0, -2).t() @ x.flatten(0, -2).to(grad.dtype)
-        return grad_x, grad_weight.to(weight.dtype), None
+        x_th, grad_te = x.flatten(0, -2), grad.flatten(0, -2)
+        if grad.dtype == torch.float32 and x.dtype == weight.dtype == torch.bfloat16:
+            # grad = high + low to 17 bits, in one GEMM each at the rate of bf16 and without a wider copy of x
+            high = grad_te.bfloat16()
+            both = torch.cat((high, (grad_te - high).bfloat16()), 1)
+            grad_x = both @ torch.cat((weight, weight))
+            grad_weight = wide_product(both.t(), x_th, grad.dtype).unflatten(0, (2, -1)).sum(0)
+        else:
+            grad_x, grad_weight = grad_te @ weight.to(grad.dtype), grad_te.t() @ x_th.to(grad.dtype)
+        return grad_x.to(x.dtype).view_as(x), grad_weight.to(weight.dtype), None
 
 
 class TopKRouter(nn.Module):

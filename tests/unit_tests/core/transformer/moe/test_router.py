@@ -218,3 +218,14 @@ def taken(router):
     """Statistics since the last call, by name."""
     sizes = router.statistics.sizes
     return dict(zip(sizes, router.statistics.take(router.weight.device).split([*sizes.values()])))
+
+
+def test_gradients_of_an_fp32_router_are_rounded_once():
+    router, x = make_router(params_dtype=torch.bfloat16, moe_router_dtype="fp32"), hidden(64, 8, dtype=torch.bfloat16)
+    x.requires_grad_()
+    logits, target = router._logits(x), torch.randn(64, 8, 8)
+    logits.backward(target)
+    exact_w = target.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
+    for mine, exact in ((router.weight.grad, exact_w), (x.grad, target.double() @ router.weight.detach().double())):
+        error = (mine.double() - exact).abs() - 2.0**-8 * exact.abs()  # that of the last rounding
+        assert error.max() < 1e-4 * exact.abs().max()
