@@ -79,6 +79,7 @@ def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
             continue
         report = dry_run(choice)
         (ranks, layout), = re.findall(r"^  ranks +(\d+) = (.*)$", report, re.MULTILINE)
+        experts = "".join(f", {axis}" for axis in found(r"^  ranks of experts .*(expert \d+)", report))
         totals = found(r"^ +(?:pipeline rank \d+|every rank) +(?:[\d.]+ +){5}([\d.]+)", report)
         (flops,), tokens = found(r"([\d.e+]+) per rank and iteration", report), found(r", ([\d,]+) tokens$", report)
         rate = measured.get(choice.like, {}).get("tflops_per_gpu")
@@ -88,7 +89,7 @@ def rows(folder: str, measured: dict[str, Any]) -> list[tuple[object, ...]]:
         lines.append((
             f"`train_{choice.recipe.split('/')[1]}.sh`", f"`{changed}`" if changed else "defaults",
             f"{ranks} of {choice.gpus}",
-            " x ".join(axis for axis in layout.split(" x ") if not axis.endswith(" 1")) or "one",
+            (" x ".join(axis for axis in layout.split(" x ") if not axis.endswith(" 1")) or "one") + experts,
             f"{max(map(float, totals)):.0f}", seconds and f"{seconds:.3g}", per_second and f"{per_second:,}",
             rate and f"{rate:.0f} (`{choice.like}`)",
         ))  # fmt: skip

@@ -1,0 +1,60 @@
+"""The steps of the Dockerfile, run in a fresh virtual environment of what COPY would bring.
+
+Its packages are those of this environment: pip is told to install the project alone, which takes seconds, with what
+building it needs. The first start of run_tests.sh and quickstart.sh installs the same extras with everything.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+IGNORED = [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line]
+
+
+def steps(kind):
+    """The arguments of one kind of instruction, in order."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
+    return re.findall(rf"^{kind} (.*)$", text, re.MULTILINE)
+
+
+def test_the_image_installs_what_the_readme_says():
+    (command,) = (step for step in steps("RUN") if "pip install" in step)
+    assert command.replace(" --no-cache-dir", "") in re.sub(r" +#.*", "", (ROOT / "README.md").read_text())
+
+
+def test_the_copy_leaves_out_what_a_machine_made():
+    assert {".git", ".venv", "build", "*.so", "**/__pycache__"} <= set((ROOT / ".dockerignore").read_text().split())
+
+
+def test_its_steps_give_an_environment_in_which_a_recipe_runs(tmp_path):
+    tree = tmp_path / "megatron"
+    shutil.copytree(
+        ROOT, tree, ignore=lambda folder, names: [n for n in names if any(fnmatch(n, each) for each in IGNORED)]
+    )
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    site = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")})
+    (Path(site) / "packages_of_this_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    ours = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHON", "DATA_PATH")}
+    env = {**ours, "PIP_NO_DEPS": "1", "PATH": f"{tmp_path / 'venv/bin'}{os.pathsep}{os.environ['PATH']}"}
+    (install,) = (step for step in steps("RUN") if "pip install" in step)
+
+    def run(command):
+        result = subprocess.run(["bash", "-c", command], cwd=tree, env=env, capture_output=True, text=True)
+        if "No matching distribution found for setuptools" in result.stderr:
+            pytest.skip("no package index within reach")
+        assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+        return result.stdout
+
+    run(install)
+    env["PYTHONPATH"] = steps("ENV")[0].removeprefix("PYTHONPATH=").replace(steps("WORKDIR")[0], str(tree))
+    assert run("python -c 'import megatron_data_helpers as m; print(m.__file__)'").startswith(str(site))
+    assert run("python -c 'import megatron.core as m; print(m.__file__)'").startswith(str(tree))
+    assert "8,030,261,248" in run("examples/llama/train_llama3_8b.sh --dry-run")
