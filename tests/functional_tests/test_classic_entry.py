@@ -65,6 +65,17 @@ def test_scripts_of_earlier_years_run_as_they_are(flags, own_losses, tmp_path, g
     np.testing.assert_allclose(losses(tmp_path / "script"), own_losses, rtol=2e-5)
 
 
+@pytest.mark.parametrize("more", [[], ["--old-loss"]], ids=["sum", "mean"])
+def test_scripts_predict_further_tokens_whatever_their_loss_function_returns(flags, tmp_path, gloo_pool, more):
+    """No token is masked, so that a mean of micro-batches' means is that over all tokens."""
+    argv = [*flags, *NO_DROPOUT, "--make-vocab-size-divisible-by", "64", "--mtp-num-layers", "2"]
+    script = "tests/functional_tests/scripts/pretrain_classic_2025.py"
+    launch(script, [*argv, *more, "--save", str(tmp_path / "script")])
+    gloo_pool.run(train, 1, [*argv, "--save", str(tmp_path / "own")])
+    np.testing.assert_allclose(losses(tmp_path / "script"), losses(tmp_path / "own"), rtol=2e-5)
+    assert "mtp_2 loss" in (tmp_path / "script/metrics.jsonl").read_text()
+
+
 def test_a_script_with_dropout_resumes_bit_for_bit(flags, tmp_path):
     """Although it does not know of the sample indices that dropout masks depend on."""
     script = "tests/functional_tests/scripts/pretrain_classic_2024.py"

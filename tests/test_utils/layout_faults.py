@@ -75,8 +75,8 @@ def _other_branches(of_last_stage):
     where = module("megatron.core.models.gpt.gpt_model").GPTModel
     correct = where._build
 
-    def other(self, spec, branches, learned_positions):
-        correct(self, spec, of_last_stage(branches) if self.post_process else branches, learned_positions)
+    def other(self, spec, branches, *rest):
+        correct(self, spec, of_last_stage(branches) if self.post_process else branches, *rest)
 
     return mock.patch.object(where, "_build", other)
 

@@ -40,6 +40,12 @@ MODELS = {
         " --window-attn-skip-freq 2 --softmax-type learnable"
     ),
     "off-by-one": f"{DROPOUT} --softmax-type off-by-one --reset-position-ids --reset-attention-mask",
+    "mtp": f"{DROPOUT} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5",
+    "mtp-untied": f"{LLAMA} {GROUPS} 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.5 --optimizer sgd --lr 0.3",
+    "mtp-packed": (
+        f"{DROPOUT} {UNTIED} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --reset-position-ids"
+        " --reset-attention-mask"
+    ),
     "layers4": f"{DROPOUT} --num-layers 4",
     "deep": f"{DROPOUT} --num-layers 7",
     "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
@@ -274,6 +280,23 @@ SINKS = {
     "sinks-zero2-cp2": ("gpt-oss", f"{CP2} {GATHER}", 4),
     "off-by-one-cp2-packed": ("off-by-one", CP2, 2),
 }  # fmt: skip
+MTP = {
+    "mtp-dp2-zero2": ("mtp", f"--micro-batch-size 2 {GATHER}", 2),
+    "mtp-tp2": ("mtp", TP2, 2),
+    "mtp-tp2-sp": ("mtp-untied", f"{TP2} {SP}", 2),
+    "mtp-cp2": ("mtp", CP2, 2),
+    "mtp-cp2-packed": ("mtp-packed", f"{CP2} --cp-comm-type allgather", 2),
+    "mtp-pp2": ("mtp", PP2, 2),
+    "mtp-pp2-untied": ("mtp-untied", PP2, 2),
+    "mtp-pp2-packed-zero-bubble": ("mtp-packed", f"{PP2} {ZB}", 2),
+    "mtp-pp2-zero-bubble-dp2": ("mtp", f"{PP2} {ZB} {OVERLAP}", 4),
+    "mtp-pp2-vpp-zero2-gather": ("mtp", f"{PP2} {VPP} {GATHER}", 4),
+    "mtp-pp4-layout": ("mtp", f"{PP4} {CUT} Et|tt|t|mmL", 4),
+    "mtp-pp2-tp2-sp-cp2": ("mtp", f"{PP2} --tensor-model-parallel-size 2 {SP} --context-parallel-size 2", 8),
+    "mtp-recompute-tp2-sp": ("mtp", f"{TP2} {SP} {FULL} 1 --recompute-method uniform", 2),
+    "mtp-fsdp2": ("mtp", f"--micro-batch-size 2 {FSDP}", 2),
+    "mtp-chunks-pp2": ("mtp", f"{PP2} {CHUNKS}", 2),
+}
 MORE_MODELS = {
     "yarn-tp2-sp": ("yarn", f"{TP2} {SP}", 2),
     "yarn-cp2": ("yarn", CP2, 2),
@@ -316,7 +339,7 @@ LATENTS = {
 
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
-    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
+    **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
 }  # fmt: skip
 
 
@@ -347,6 +370,8 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
     "recompute-selective-tp2-sp", "recompute-pp2-zero-bubble", "fsdp2", "fsdp4-sgd", "fsdp2-llama", "fsdp2-tp2",
     "cut-pp2", "cut-pp2-untied", "cut-pp2-llama", "cut-pp4", "cut-pp4-zero-bubble",
     "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp", "sinks-zero2-cp2", "sinks-pp2-vpp-recompute",
+    "mtp-tp2", "mtp-cp2", "mtp-pp2", "mtp-pp2-untied", "mtp-pp2-packed-zero-bubble", "mtp-pp4-layout",
+    "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2",
 }  # fmt: skip
 """Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every

@@ -65,15 +65,6 @@ def test_names_of_existing_programs_are_where_they_look_for_them(module):
             import_module(f"{module}.{name}")  # `from package import module`
 
 
-def test_what_is_not_available_yet_says_so_when_it_is_called():
-    from megatron.core.models.gpt import gpt_layer_specs
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
-    with pytest.raises(ValueError, match="multi-token prediction is not available yet"):
-        gpt_layer_specs.get_gpt_mtp_block_spec(config, gpt_layer_specs.get_gpt_layer_local_spec(), vp_stage=None)
-
-
 DEFAULTS = {
     "models.gpt.gpt_model.GPTModel": {
         "pre_process": True, "post_process": True, "parallel_output": True, "fp16_lm_cross_entropy": False,

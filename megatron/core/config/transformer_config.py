@@ -12,6 +12,7 @@ from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
 from megatron.core.config.moe import MoEConfig
+from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
 from megatron.core.config.pipeline import PipelineConfig
 
@@ -42,6 +43,7 @@ class ModelSettings(
     AttentionConfig,
     LatentAttentionConfig,
     MoEConfig,
+    MTPConfig,
     InitializationConfig,
     ParallelismConfig,
     PrecisionConfig,

@@ -158,6 +158,9 @@ class ModelDescription:
     layers: tuple[tuple[Piece, ...], ...]
     head: Piece
     """Final norm, output layer and loss."""
+    predictions: tuple[Piece, ...] = ()
+    """Multi-token prediction: what follows behind the output layer, on its stage, together with a copy of the
+    embedding."""
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -166,6 +169,7 @@ class ModelDescription:
         for branches in self.layers:
             yield from branches
         yield self.head
+        yield from self.predictions
 
     def params(self) -> Iterator[Param]:
         """Every parameter of the whole model."""
@@ -222,7 +226,8 @@ class ModelDescription:
         unit = statistics.median(sum(branches) for branches in layers)  # exactly 1 each where all are alike
         if self.unknown or not unit:  # a description without operations says nothing of time
             return ModelCosts(names, None)
-        return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), self.head.time / unit)
+        last = self.head.time + sum(piece.time for piece in self.predictions)
+        return ModelCosts(names, tuple(tuple(time / unit for time in each) for each in layers), last / unit)
 
 
 def kept_bytes(pieces: Iterable[Piece], recomputed: frozenset[str] = frozenset()) -> float:

@@ -82,9 +82,11 @@ class DistributedDataParallel(DataParallel):
         )  # fmt: skip
 
     def _gather_hooks(self) -> Iterator[Any]:
-        """Before a module that owns parameters runs, their buckets have been gathered, in whatever order it runs."""
+        """Before a module that owns parameters (or borrows them) runs, their buckets have been gathered, in
+        whatever order it runs."""
         for submodule in self.module.modules():
-            owned = [p for p in submodule.parameters(recurse=False) if p in self._buffer_of]
+            read = *submodule.parameters(recurse=False), *getattr(submodule, "borrowed", ())
+            owned = [p for p in read if p in self._buffer_of]
             buckets = list({id(bucket): bucket for p in owned if (bucket := self._buffer_of[p].bucket_of[p])}.values())
             if buckets:
                 yield submodule.register_forward_pre_hook(
@@ -172,5 +174,5 @@ def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:
     if groups.embedding.size == 1:
         return lambda parameter: False
     tied = {p for name, p in module.named_parameters() if name.endswith("word_embeddings.weight")}
-    tied |= {p for p in module.parameters() if getattr(getattr(p, "spec", None), "tied_to", None) is not None}
+    tied |= {p for p in module.parameters() if "embedding" in spec_or_replicated(p).grad}
     return tied.__contains__

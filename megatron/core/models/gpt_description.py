@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,10 @@ from megatron.core.description.model import (
 )
 from megatron.core.transformer.moe.moe_description import describe_feed_forward
 
-SETTINGS = ("num_layers", "position_embedding_type", "untie_embeddings_and_output_weights", *RESIDUAL_SETTINGS)
+SETTINGS = (
+    "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
+    *RESIDUAL_SETTINGS,
+)  # fmt: skip
 """Settings that the weights around its layers depend on."""
 
 
@@ -57,7 +61,13 @@ def describe_gpt(
     tied_to = word.name if share_embeddings_and_output_weights else None
     output = Param("output_layer.weight", table, {"tp": 0}, stored, tied_to=tied_to)
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    return ModelDescription(_embedding(config, word, positions), tuple(layers), _head(config, output, seq_length))
+    embedding, predictions = _embedding(config, word, positions), []
+    describe = _layer_descriptions(spec, config.num_layers)[-1]
+    for depth in range(config.mtp_num_layers or 0):
+        branches = describe(config, LayerPlace(config.num_layers + depth + 1, seq_length, rotary))
+        pieces = _prediction(config, branches, output, seq_length, embedding)
+        predictions += [replace(each.under(f"mtp.layers.{depth}."), is_branch=False) for each in pieces]
+    return ModelDescription(embedding, tuple(layers), _head(config, output, seq_length), tuple(predictions))
 
 
 def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config, LayerPlace], tuple[Piece, ...]]]:
@@ -76,6 +86,21 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
         residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
         residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
     )
+
+
+def _prediction(
+    config: Config, branches: tuple[Piece, ...], output: Param, seq_length: int, embedding: Piece
+) -> Iterator[Piece]:
+    """One depth: norms, projection, layer, and the output layer once more."""
+    hidden = config.hidden_size
+    norms = [each for name in ("enorm", "hnorm") for each in norm(name, hidden, config)]
+    project, kept = Param("eh_proj.weight", (hidden, 2 * hidden)), stream_elements(config) * activation_bytes(config)
+    streams = (Saved("embeddings and hidden states", 2 * kept), Saved("both, normed", 2 * kept))
+    ops = (*embedding.ops, gemm(project, config, seq_length, gradients=kept, saved=streams))
+    yield Piece("prediction", (*norms, project), ops)
+    yield from (branch.under("mtp_model_layer.") for branch in branches)
+    head = _head(config, output, seq_length)
+    yield replace(head, params=tuple(norm("final_layernorm", hidden, config)))
 
 
 def _embedding(config: Config, word: Param, positions: int) -> Piece:

@@ -32,7 +32,7 @@ class ModelCosts(NamedTuple):
     layers: tuple[tuple[float, ...], ...] | None
     """Costs of the branches of every layer; None where they are not known: layers count alike and stay whole."""
     head: float = 0.0
-    """The output layer and the loss."""
+    """The output layer and the loss, and predictions of further tokens."""
 
     @property
     def branches(self) -> list[float]:

@@ -102,7 +102,8 @@ class StageContents:
             if part is not None:
                 held = " and ".join(part.names[branch] for branch in part.branches)
                 labels.append(f"{held} of layer {part.layer + 1}")
-        return " + ".join(labels + (["loss"] if self.loss else [])) or "nothing"
+        ends = (["loss"] if self.loss else []) + (["multi-token prediction"] if self.num_mtp else [])
+        return " + ".join(labels + ends) or "nothing"
 
 
 # ---- layout strings
@@ -281,9 +282,9 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
         counts = _of_whole_layers(_given_ends(config, ranks, chunks), costs.names)
     else:
         counts = _balanced(config, ranks * chunks, costs)
-    ends, last = [0, *accumulate(counts)], len(counts) - 1
+    ends, last, predictions = [0, *accumulate(counts)], len(counts) - 1, config.mtp_num_layers or 0
     return [
-        StageContents(stage, range(*bounds), costs.names, stage == 0, stage == last)
+        StageContents(stage, range(*bounds), costs.names, stage == 0, stage == last, predictions * (stage == last))
         for stage, bounds in enumerate(pairwise(ends))
     ]
 

@@ -344,6 +344,8 @@ class VocabParallelOutput(nn.Module):
     """
 
     weight_gradient_store: WeightGradientStore | None = None
+    borrowed: tuple[nn.Parameter, ...] = ()
+    """Parameters of other modules that it is called with."""
 
     def __init__(
         self,

@@ -27,8 +27,9 @@ class StepStatistics:
     """Named fp64 vectors, e.g. ``StepStatistics("layer 4", tokens_per_expert=64, z_loss=2)``.
 
     ``label`` names the module over all ranks. Names say what becomes of a vector (:func:`losses_of`,
-    :func:`invalid_values`, :func:`summaries`): ``…_loss`` is a sum and its count, ``…_per_…`` a distribution; anything
-    but zero in ``nonfinite_…`` stops the run; what begins with ``_`` is for the module alone.
+    :func:`invalid_values`, :func:`summaries`): ``…_loss`` is a sum and its count (``… loss`` too, of no one layer),
+    ``…_per_…`` a distribution; anything but zero in ``nonfinite_…`` stops the run; what begins with ``_`` is for the
+    module alone.
     """
 
     def __init__(self, label: str, **sizes: int) -> None:
@@ -99,7 +100,7 @@ def losses_of(totals: Totals) -> dict[str, Tensor]:
     losses: dict[str, Tensor] = {}
     for sums in totals.values():
         for name, pair in sums.items():
-            if name.endswith("_loss"):
+            if name.endswith(("_loss", " loss")):
                 losses[name] = losses[name] + pair if name in losses else pair
     return losses
 
@@ -126,7 +127,7 @@ def summaries(totals: Totals) -> dict[str, Tensor]:
                 values[f"{label}/{name}"] = vector[0] / vector[1]
             elif "_per_" in name and not name.startswith("_"):
                 distributions.setdefault((name, len(vector)), {})[label] = vector
-            elif not name.startswith(("_", "nonfinite_")):
+            elif not name.startswith(("_", "nonfinite_")) and not name.endswith(" loss"):
                 values[f"{label}/{name}"] = vector.sum()
     for (name, size), vectors in distributions.items():
         rows = torch.stack(list(vectors.values())).sort(dim=1).values

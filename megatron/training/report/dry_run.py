@@ -113,6 +113,9 @@ def _model(cfg: PretrainConfig) -> Rows:
     per_layer = " to ".join(f"{count:,}" for count in (layers[:1] + layers[1:][-1:]))
     stored = f"; {model.padding:,} more of padding" if model.padding else ""
     yield "parameters", f"{model.num_parameters:,}{without}, of which {per_layer} per layer{stored}"
+    if cfg.mtp_num_layers is not None:
+        own = sum(piece.num_parameters for piece in model.predictions)
+        yield "multi-token prediction", f"{cfg.mtp_num_layers} further, with {own:,} of these parameters"
     if cfg.num_moe_experts is not None:
         widths = f"{cfg.num_moe_experts} of width {cfg.moe_ffn_hidden_size}, {cfg.moe_router_topk} per token"
         shared = cfg.moe_shared_expert_intermediate_size

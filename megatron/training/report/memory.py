@@ -90,7 +90,7 @@ def stored_parameters(cfg: PretrainConfig, pieces: Sequence[Piece]) -> list[Stor
         "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
     }  # fmt: skip
     names = {each.name for each in params}
-    own = [each for each in params if each.tied_to not in names]
+    own = [each for each in params if each.tied_to == each.name or each.tied_to not in names]
     return [Stored(each, shape) for each in own for shape in each.local_shapes(sizes)]
 
 
@@ -122,8 +122,8 @@ def _buffer_state(
     shards = num_ranks // cfg.num_distributed_optimizer_instances if cfg.use_distributed_optimizer else 1
     # what the first and the last stage may both hold has buckets of its own, so that its shards are cut alike
     tied = cfg.pipeline_model_parallel_size > 1 and cfg.use_distributed_optimizer
-    word_embeddings = model.embedding.params[0]
-    alone = [tied and (each.param.tied_to is not None or each.param == word_embeddings) for each in parameters]
+    held_twice = model.embedding.params if model.predictions else model.embedding.params[:1]
+    alone = [tied and (each.param.tied_to is not None or each.param in held_twice) for each in parameters]
     bucket_size = chosen_bucket_size(
         sum(sizes), bucket_size=cfg.ddp_bucket_size, num_buckets=cfg.ddp_num_buckets, overlap=cfg.overlap_grad_reduce,
         num_ranks=num_ranks,
@@ -214,6 +214,7 @@ def stage_activations(cfg: PretrainConfig, model: ModelDescription, stage: Stage
     """Bytes that one micro-batch leaves on a stage between its forward and its backward pass."""
     layers = layers_held(model, stage)
     ends = [model.embedding] * stage.embedding + [model.head] * stage.loss
+    ends += model.predictions if stage.num_mtp else ()
     total = kept_bytes(ends)
     if cfg.recompute_granularity == "full":
         assert cfg.recompute_num_layers is not None

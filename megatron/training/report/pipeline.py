@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import accumulate
 
 from megatron.core.description.model import ModelDescription, Piece
@@ -28,7 +29,11 @@ def layers_held(model: ModelDescription, stage: StageContents) -> list[list[Piec
 def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
     """Contents of a stage, in order."""
     branches = [branch for layer in layers_held(model, stage) for branch in layer]
-    return [model.embedding] * stage.embedding + branches + [model.head] * stage.loss
+    first = [model.embedding] * stage.embedding
+    if stage.num_mtp and not stage.embedding:
+        copies = tuple(replace(each, tied_to=each.name) for each in model.embedding.params)
+        first = [Piece("copy of the embedding", copies)]
+    return first + branches + [model.head] * stage.loss + [*model.predictions] * bool(stage.num_mtp)
 
 
 def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:

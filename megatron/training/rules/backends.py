@@ -101,6 +101,7 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
         "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
         "starts sums of gradients (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,
         "waits for weights (--overlap-param-gather)": cfg.overlap_param_gather and replicas,
+        "asks for the loss scale of the moment (--mtp-num-layers)": cfg.mtp_num_layers is not None,
         f"was not seen recorded with --transformer-impl {ENGINE}": cfg.transformer_impl == ENGINE,
         "was not seen recorded with --apex-parts": bool({"wgrad", "norm"} & set(cfg.apex_parts)),
     }

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.stages import (
     BranchNames,
     LayoutError,
+    StageContents,
     parse_layout,
     pipeline_stages,
     virtual_pipeline_size,
@@ -67,12 +70,22 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
         reason = f"has {len(stages)} stages, not a multiple of --pipeline-model-parallel-size {ranks}"
         fix = f"nearest: {max(len(stages) // ranks, 1) * ranks} or {(len(stages) // ranks + 1) * ranks} stages"
         yield problem(cfg, "pipeline_model_parallel_layout", reason, fix)
-    if any(stage.num_mtp for stage in stages):
-        yield problem(cfg, "pipeline_model_parallel_layout", "multi-token prediction (m) is not available yet")
+    yield from _predictions_are_with_the_loss(cfg, stages)
     for rank in range(ranks if ranks > 0 else 0):
         own = stages[rank::ranks]
         if own and not any(stage.branches or stage.embedding or stage.loss for stage in own):
             yield problem(cfg, "pipeline_model_parallel_layout", f"leaves pipeline rank {rank} without anything")
+
+
+def _predictions_are_with_the_loss(cfg: PretrainConfig, stages: Sequence[StageContents]) -> Problems:
+    """Where the output layer is, and a copy of the embedding with them."""
+    wanted, found = cfg.mtp_num_layers or 0, sum(stage.num_mtp for stage in stages)
+    if found != wanted:
+        reason = f"has {found} m for --mtp-num-layers {wanted}"
+        yield problem(cfg, "pipeline_model_parallel_layout", reason, f"give {wanted} m before the L")
+    elif stages[-1].num_mtp != wanted:
+        reason = "has an m in a stage without the loss: further tokens need the output layer, which is where L is"
+        yield problem(cfg, "pipeline_model_parallel_layout", reason, "write all m in the last stage, before the L")
 
 
 def _branches(cfg: PretrainConfig) -> BranchNames | None:

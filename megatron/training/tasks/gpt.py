@@ -16,7 +16,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
@@ -35,7 +35,8 @@ class GPTTask(Task):
         """A :class:`GPTModel` of the flags' shape; initial weights depend on the seed and the names alone."""
         cfg = self.cfg
         config, own = core_transformer_config_from_args(cfg), layers_of_spec(cfg)
-        spec = own or get_gpt_decoder_block_spec(config, cfg.transformer_impl == "transformer_engine")
+        engine = cfg.transformer_impl == "transformer_engine"
+        spec = own or get_gpt_decoder_block_spec(config, engine)
         return GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -50,6 +51,7 @@ class GPTTask(Task):
             rope_scaling=cfg.use_rope_scaling,
             rope_scaling_factor=cfg.rope_scaling_factor,
             seq_len_interpolation_factor=cfg.rotary_seq_len_interpolation_factor,
+            mtp_block_spec=get_gpt_mtp_block_spec(config, spec, engine),
             seed=cfg.seed,
             make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
             groups=parallel_state.get_process_groups(),

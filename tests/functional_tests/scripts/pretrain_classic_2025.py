@@ -23,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain, print_rank_0
@@ -62,7 +63,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
         )  # fmt: skip
     mtp_block_spec = None
     if args.mtp_num_layers is not None:
-        raise ValueError("this script has no multi-token prediction")
+        mtp_block_spec = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=use_te, vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec,

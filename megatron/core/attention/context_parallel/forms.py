@@ -288,10 +288,10 @@ def _ring(group: Group, first_head: int, sink: bool) -> Layout:
 
 
 def comm_type_of_layer(kinds: Sequence[str] | str, layer_number: int) -> str:
-    """One for all layers, or one per layer of the whole model (from 1)."""
+    """One for all layers, or one per layer of the whole model (from 1); layers behind these are as the last."""
     if isinstance(kinds, str):
         return kinds
-    return kinds[0] if len(kinds) == 1 else kinds[layer_number - 1]
+    return kinds[min(layer_number, len(kinds)) - 1]
 
 
 def _check_heads(config: TransformerConfig, tp: Group, group: Group) -> None:

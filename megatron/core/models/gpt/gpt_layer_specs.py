@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron.core.attention.dot_product_attention import CoreAttention
-from megatron.core.config.errors import UserError
 from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import Backend, get_backend
@@ -14,6 +13,11 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -140,9 +144,15 @@ def get_gpt_mtp_block_spec(
     spec: ModuleSpec | TransformerBlockSubmodules,
     use_transformer_engine: bool = False,
     **accepted: object,
-) -> TransformerBlockSubmodules:
-    """Heads that predict further tokens; ValueError as long as they are not available."""
-    _accept(accepted)
-    raise UserError(
-        "get_gpt_mtp_block_spec: multi-token prediction is not available yet; build the model with mtp_block_spec=None"
+) -> MultiTokenPredictionBlockSubmodules | None:
+    """Depths that predict further tokens, each with a layer like the last one of ``spec``; None without any. For all
+    pipeline stages alike: the model knows which of them has those."""
+    _accept({*accepted} - {"vp_stage"})
+    if config.mtp_num_layers is None:
+        return None
+    norm = get_backend("transformer_engine" if use_transformer_engine else "local").norm
+    last = spec if isinstance(spec, ModuleSpec) else spec.layer_specs[-1]
+    depth = ModuleSpec(
+        MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(last, norm, norm, norm)
     )
+    return MultiTokenPredictionBlockSubmodules([depth] * config.mtp_num_layers)

@@ -6,7 +6,7 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,11 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    shifted_tokens,
+)
 from megatron.core.transformer.side_losses import SideLosses
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.statistics import modules_with_statistics
@@ -68,7 +73,7 @@ class GPTModel(MegatronModule):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: None = None,
+        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
         *,
         make_vocab_size_divisible_by: int = 128,
         seed: int | None = None,
@@ -78,8 +83,11 @@ class GPTModel(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config)
-        if mtp_block_spec is not None:
-            raise ValueError("mtp_block_spec: multi-token prediction is not available yet; leave it out")
+        if (mtp_block_spec is None) is not (config.mtp_num_layers is None):
+            raise UserError(
+                f"mtp_num_layers {config.mtp_num_layers} goes with mtp_block_spec=get_gpt_mtp_block_spec(config, spec),"
+                f" not with {mtp_block_spec!r:.40}: give both, or neither"
+            )
         seed = config.seed if seed is None else seed
         self.groups = groups or parallel_state.get_process_groups()
         self.vp_stage = parallel_state.get_virtual_pipeline_model_parallel_rank() if vp_stage is None else vp_stage
@@ -106,7 +114,8 @@ class GPTModel(MegatronModule):
             Llama3Scaling(rope_scaling_factor) if rope_scaling else None, seq_len_interpolation_factor,
         )  # fmt: skip
         with torch.device(_construction_device(config)):
-            self._build(transformer_layer_spec, branches, position_embedding_type == "learned_absolute")
+            learned = position_embedding_type == "learned_absolute"
+            self._build(transformer_layer_spec, branches, learned, mtp_block_spec)
             if config.perform_initialization:
                 initialize_parameters(self, seed, self.groups)
         self._has_side_losses = any(modules_with_statistics([self]))
@@ -129,9 +138,10 @@ class GPTModel(MegatronModule):
         spec: ModuleSpec | TransformerBlockSubmodules,
         branches: range,
         learned_positions: bool,
+        mtp_spec: MultiTokenPredictionBlockSubmodules | None,
     ) -> None:
-        config = self.config
-        if self.pre_process:
+        config, self.mtp = self.config, None
+        if self.pre_process or (self.post_process and mtp_spec is not None):
             self.embedding = LanguageModelEmbedding(
                 config, self.vocab_size, self.max_sequence_length, learned_positions=learned_positions,
                 divisible_by=self.divisible_by, groups=self.groups,
@@ -144,19 +154,34 @@ class GPTModel(MegatronModule):
             self.output_layer = VocabParallelOutput(
                 config.hidden_size, self.vocab_size, config=config,
                 init_method=embedding_init(config) if tied else weight_init(config),
-                weight_is_shared=tied and self.pre_process,
+                weight_is_shared=tied and self.has_embedding,
                 tied_to="embedding.word_embeddings.weight" if tied else None,
                 divisible_by=self.divisible_by, groups=self.groups,
             )  # fmt: skip
+            if self.output_layer.weight is None:
+                self.output_layer.borrowed = (self.embedding.word_embeddings.weight,)
+            if mtp_spec is not None:
+                self.mtp = MultiTokenPredictionBlock(config, mtp_spec, groups=self.groups)
         self._tie_over_stages()
 
+    @property
+    def has_embedding(self) -> bool:
+        """On the first stage, and as a copy where further tokens are predicted."""
+        return hasattr(self, "embedding")
+
     def _tie_over_stages(self) -> None:
-        """A tied weight that the first and the last stage each hold has a partial gradient on either."""
-        if self.share_embeddings_and_output_weights and self.pre_process != self.post_process:
-            weight = self.shared_embedding_or_output_weight()
-            assert weight is not None
-            spec: ParameterSpec = weight.spec  # type: ignore[attr-defined]
-            weight.spec = replace(spec, grad={**spec.grad, "embedding": Partial()})  # type: ignore[attr-defined]
+        """A weight that the first and the last stage each hold has a partial gradient on either."""
+        if self.pre_process == self.post_process:
+            return
+        weights: dict[str, Any] = {}
+        if self.config.mtp_num_layers is not None:
+            weights = {f"embedding.{name}": weight for name, weight in self.embedding.named_parameters()}
+        elif self.share_embeddings_and_output_weights:
+            weights = {"embedding.word_embeddings.weight": self.shared_embedding_or_output_weight()}
+        for name, weight in weights.items():
+            spec: ParameterSpec = weight.spec
+            grad, tied_to = {**spec.grad, "embedding": Partial()}, None if self.pre_process else name
+            weight.spec = replace(spec, grad=grad, tied_to=tied_to)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Tensor] | None) -> None:
         """Hidden states [s, b, h] of the previous pipeline stage, for the next ``forward``."""
@@ -182,7 +207,7 @@ class GPTModel(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight as this stage holds it; None where it holds none."""
-        if self.pre_process:
+        if self.has_embedding:
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
@@ -236,7 +261,20 @@ class GPTModel(MegatronModule):
         side_losses = self._side_losses(batch, loss_mask, input_ids.device)
         context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout, side_losses)
         hidden_states = self.decoder(hidden_states, context)
-        return self._outputs(hidden_states, labels) if self.post_process else hidden_states
+        if not self.post_process:
+            return hidden_states
+        if self.mtp is None or labels is None or side_losses is None:
+            return self._outputs(hidden_states, labels)
+        tokens = shifted_tokens(
+            (input_ids, position_ids, labels), loss_mask, len(self.mtp.layers), self.groups.cp, packed_seq_params
+        )
+        embeddings = [self.embedding(each.input_ids, each.position_ids, dropout) for each in tokens]
+        later = self.mtp(hidden_states, embeddings, context)
+        # one call for all: where the weight is the embedding's, its gradient from here is then in ``main_grad`` before
+        # any of the look-ups announces it
+        all_labels = torch.cat([labels, *(each.labels for each in tokens)])
+        losses, *later_losses = self._outputs(torch.cat([hidden_states, *later], dim=1), all_labels).split(batch)
+        return self.mtp.attach(losses, later_losses, tokens, loss_mask, side_losses.scale)
 
     def _outputs(self, hidden_states: Tensor, labels: Tensor | None) -> Tensor:
         weight = self.output_layer.weight

@@ -139,21 +139,21 @@ def test_the_positive_spelling_of_a_switch_is_not_the_switch(caplog):
 def test_typing_mistakes_are_told_from_flags_that_are_not_there():
     assert problems_of("--num-expert 3")[0] == "--num-expert: unknown flag; did you mean --num-experts?"
     assert "did you mean --hidden-size or" in problems_of("--hiden-size 3")[0]
-    assert problems_of("--mtp-num-layers 1")[0].startswith("--mtp-num-layers: exists in Megatron-LM, is not available")
+    assert problems_of("--mtp-standalone")[0].startswith("--mtp-standalone: exists in Megatron-LM, is not available")
 
 
 def test_programs_may_name_what_is_not_there_as_long_as_it_is_off():
     config = TransformerConfig(**SIZES, num_moe_experts=None, moe_router_topk=2, fp8=None, batch_p2p_comm=True,
-                               deallocate_pipeline_outputs=True, mtp_num_layers=None)  # fmt: skip
+                               deallocate_pipeline_outputs=True, mtp_standalone=None)  # fmt: skip
     assert config.num_moe_experts is None and config.moe_grouped_gemm is False and config.deallocate_pipeline_outputs
     assert OptimizerConfig(optimizer_cpu_offload=False).optimizer_cpu_offload is False
     assert DistributedDataParallelConfig(average_in_collective=True).average_in_collective is True
     with pytest.raises(ConfigError) as caught:
-        TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", fp8_margin=1, mtp_num_layers=1)
+        TransformerConfig(**SIZES, num_moe_experts=8, fp8="hybrid", fp8_margin=1, mtp_standalone=True)
     assert sorted(str(problem) for problem in caught.value.problems) == [
         "fp8 hybrid: fp8 is not available yet; leave it out",
         "fp8_margin 1: fp8 is not available yet; leave it out",
-        "mtp_num_layers 1: exists in Megatron-LM, is not available here; leave it out",
+        "mtp_standalone True: exists in Megatron-LM, is not available here; leave it out",
     ]
     with pytest.raises(ConfigError, match="enable_autocast True: computing in another format"):
         TransformerConfig(**SIZES, enable_autocast=True)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import Piece
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
@@ -155,6 +155,7 @@ SPECS = {
     "latent": LATENT,
     "deepseek": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "swiglu": True, "normalization": "RMSNorm"},
     "fused-latents": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "mla_down_proj_fusion": True},
+    "mtp": {"swiglu": True, "mtp_num_layers": 2, "num_query_groups": 2},
     "nemotron": {"squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
 }
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "normalization": "RMSNorm"}
@@ -212,7 +213,11 @@ def as_built(rank, world_size, overrides, options, **grid):
     config = TransformerConfig(
         num_layers=3, hidden_size=32, num_attention_heads=4, use_cpu_initialization=True, **grid, **overrides,
     )  # fmt: skip
-    model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=50, max_sequence_length=16, **options)
+    spec = get_gpt_decoder_block_spec(config)
+    model = GPTModel(
+        config, spec, vocab_size=50, max_sequence_length=16, mtp_block_spec=get_gpt_mtp_block_spec(config, spec),
+        **options,
+    )  # fmt: skip
     found = {}
     for name, parameter in model.named_parameters():
         spec, whole = parameter.spec, re.sub(r"shared_(?!experts)", "", name)

@@ -428,8 +428,6 @@ def test_one_layer_spec_serves_all_layers_and_wrong_counts_are_refused():
 def test_what_is_not_available_says_so():
     with pytest.raises(ValueError, match="--transformer-impl local"):
         get_gpt_layer_with_transformer_engine_spec()
-    with pytest.raises(ValueError, match="not available yet"):
-        get_gpt_layer_local_spec(num_experts=4)
     with pytest.raises(ValueError, match="position_embedding_type 'mrope'"):
         make_model(position_embedding_type="mrope")
 

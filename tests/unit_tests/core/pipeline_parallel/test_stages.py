@@ -27,6 +27,7 @@ def shape(num_layers, ranks, **fields):
         "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,
         "pipeline_model_parallel_layout": None, "whole_layers_in_pipeline_split": False,
+        "mtp_num_layers": None,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **fields})
 
@@ -265,3 +266,15 @@ def test_layers_of_three_branches_are_balanced_by_what_each_costs():
         "embedding + layer 1 + recurrence of layer 2", "attention and feed-forward of layer 2 + loss",
     ]  # fmt: skip
     assert counts(shape(2, 2), ModelCosts((THREE,) * 2, None)) == [1, 1]
+
+
+def test_further_tokens_are_predicted_on_the_last_stage_which_gets_fewer_layers_for_it():
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "pipeline_model_parallel_size": 2}
+    held = []
+    for depths in (None, 2):
+        config = TransformerConfig(**sizes, mtp_num_layers=depths)
+        costs = describe_gpt(config, vocab_size=64, seq_length=64, max_sequence_length=64).costs
+        stages = pipeline_stages(config, costs)
+        assert [stage.num_mtp for stage in stages] == [0, depths or 0]
+        held.append(stages[-1].num_layers)
+    assert held[1] <= held[0] - 0.5 and str(stages[-1]).endswith("loss + multi-token prediction")

@@ -96,6 +96,7 @@ def test_asking_for_a_missing_package_says_how_to_install_it(monkeypatch):
         ("--recompute-activations", "asks for the random state"),
         ("--overlap-grad-reduce", "starts sums of gradients"),
         (f"{ENGINE} --attention-dropout 0", "was not seen recorded"),
+        ("--mtp-num-layers 1", "asks for the loss scale of the moment"),
         ("--apex-parts norm adam", "was not seen recorded with --apex-parts"),
     ],
 )

@@ -57,7 +57,12 @@ def test_a_possible_pipeline_is_accepted(text):
          "--whole-layers-in-pipeline-split: contradicts a and f in 'Et*4a|ft*3L'; leave it out"),
         ("--whole-layers-in-pipeline-split", "--whole-layers-in-pipeline-split: counts only with --pipeline-model-par"),
         (PP2 + "--pipeline-model-parallel-layout Et*4|t*4mL",
-         "--pipeline-model-parallel-layout Et*4|t*4mL: multi-token prediction (m) is not available yet"),
+         "--pipeline-model-parallel-layout Et*4|t*4mL: has 1 m for --mtp-num-layers 0; give 0 m before the L"),
+        (PP2 + "--pipeline-model-parallel-layout Et*4|t*4L --mtp-num-layers 2",
+         "--pipeline-model-parallel-layout Et*4|t*4L: has 0 m for --mtp-num-layers 2; give 2 m before the L"),
+        (PP4 + "--pipeline-model-parallel-layout Et*4|t*4|mm|L --mtp-num-layers 2",
+         "--pipeline-model-parallel-layout Et*4|t*4|mm|L: has an m in a stage without the loss: further tokens need "
+         "the output layer, which is where L is; write all m in the last stage, before the L"),
         (PP4 + "--pipeline-model-parallel-layout Et*8|||L",
          "--pipeline-model-parallel-layout Et*8|||L: leaves pipeline rank 1 without anything"),
         (PP2 + "--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule 1f1b",

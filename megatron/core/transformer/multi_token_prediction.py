@@ -1,0 +1,199 @@
+"""Multi-token prediction (DeepSeek-V3, section 2.2): depth d of D predicts the token that comes d places later.
+
+    h^d_i = norm(layer([norm(e_{i+d}); norm(h^{d-1}_i)] W^T))        loss^d_i = cross entropy of h^d_i and label_{i+d}
+
+e are the model's own embeddings and h^0 what its output layer takes; that output layer serves every depth. Ids,
+positions, labels and loss mask are shifted by d places; what lies behind the end of a sequence, or of a packed
+document, is masked. The main loss is the sum over valid tokens, divided by their number in the global batch; to that
+sum is added
+
+    factor / D  sum_d sum_b (n_b / n^d_b) sum_i loss^d_bi
+
+over sequences b with n_b valid tokens, n^d_b of which are left at depth d: the mean of each depth's losses over its own
+tokens, sequences weighted as in the main loss, whatever layout and micro-batch. It is a loss inside the model: what a
+token weighs is read off the gradient of the main losses, so that any loss function will do, and nothing but those
+leaves the model.
+
+Legend: s sequence (local), b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups import collective_names
+from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.initial_values import weight_init
+from megatron.core.transformer.norm import make_norm
+from megatron.core.transformer.recompute import layer_runs
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.statistics import StepStatistics
+
+
+class Tokens(NamedTuple):
+    """The tokens of a micro-batch, [b, s] each."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    """fp64."""
+    weight_b: Tensor
+    """fp64 [b]: n_b / n^d_b over whole sequences, 0 where nothing is left."""
+
+
+def shifted_tokens(
+    tensors: Sequence[Tensor], loss_mask: Tensor | None, depths: int, cp: Group, packed: PackedSeqParams | None
+) -> list[Tokens]:
+    """Tokens shifted to the left by 1 to ``depths`` places: ``tensors`` are ids, positions and labels [b, s] of this
+    context-parallel rank. Neighbours may be on other ranks: whole sequences of these few numbers are gathered."""
+    mask = torch.ones_like(tensors[0]) if loss_mask is None else loss_mask
+    # fp64 holds every id exactly: one collective for all of them
+    whole = _whole_sequences(torch.stack([each.to(torch.float64) for each in (*tensors, mask)]), cp)
+    batch, length = whole.shape[1:]
+    bounds = None if packed is None else packed.cu_seqlens_q
+    document = None
+    if bounds is not None:
+        index = torch.arange(batch * length, device=whole.device)
+        document = torch.bucketize(index, bounds[1:].to(index.dtype), right=True).view(batch, length)
+    found, num_valid_b = [], whole[3].sum(1)
+    for depth in range(1, depths + 1):
+        end = min(depth, length)
+        moved = F.pad(whole[..., end:], (0, end))
+        if document is not None:
+            moved[3] *= F.pad(document[:, end:] == document[:, : length - end], (0, end))
+        left_b = moved[3].sum(1)
+        ids, positions, labels, own_mask = zigzag.local_part(moved, cp.rank, cp.size, dim=2)
+        weight_b = (num_valid_b / left_b).where(left_b > 0, 0.0)
+        found.append(Tokens(ids.long(), positions.long(), labels.long(), own_mask, weight_b))
+    return found
+
+
+def _whole_sequences(x: Tensor, cp: Group) -> Tensor:
+    """[..., s] of every rank -> whole sequences in natural order."""
+    if cp.size == 1:
+        return x
+    parts = x.new_empty((cp.size * x.shape[0], *x.shape[1:]))
+    collective_names.all_gather(parts, x, group=cp.handle)
+    return zigzag.whole(parts.chunk(cp.size), dim=x.dim() - 1)
+
+
+class _AttachToLosses(torch.autograd.Function):
+    """``losses``, whose backward pass also goes through ``total``, a sum over tokens that weigh as much."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, total: Tensor, num_valid: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(num_valid, scale)
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        num_valid, scale = ctx.saved_tensors
+        # a context-parallel rank may have no valid token of the main loss and still one of a later depth
+        weight = torch.where(num_valid > 0, grad.sum() / num_valid, scale.to(grad.dtype))
+        return grad, weight, None, None
+
+
+@dataclass
+class MultiTokenPredictionLayerSubmodules:
+    """Slots of one depth."""
+
+    mtp_model_layer: ModuleSpec | Callable[..., Any]
+    enorm: ModuleSpec | Callable[..., Any] = make_norm
+    hnorm: ModuleSpec | Callable[..., Any] = make_norm
+    layer_norm: ModuleSpec | Callable[..., Any] = make_norm
+
+
+@dataclass
+class MultiTokenPredictionBlockSubmodules:
+    """One spec per depth."""
+
+    layer_specs: Sequence[ModuleSpec]
+
+
+class MultiTokenPredictionLayer(nn.Module):
+    """Embeddings and hidden states [s, b, h] -> [s, b, h]. ``eh_proj`` is whole on every tensor-parallel rank, each of
+    which projects its own positions under sequence parallelism."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: MultiTokenPredictionLayerSubmodules, layer_number: int, *,
+        groups: ProcessGroups,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        hidden = config.hidden_size
+        self.enorm, self.hnorm, final = (
+            build_module(each, config, hidden, config.norm_epsilon, groups=groups)
+            for each in (submodules.enorm, submodules.hnorm, submodules.layer_norm)
+        )
+        self.eh_proj = ReplicatedLinear(
+            2 * hidden, hidden, config=config, init_method=weight_init(config), bias=False, groups=groups
+        )
+        self.mtp_model_layer = build_module(
+            submodules.mtp_model_layer, config, layer_number=layer_number, groups=groups
+        )
+        self.final_layernorm = final
+        self.stream_dtype = torch.float32 if config.fp32_residual_connection else config.params_dtype
+        self._run = layer_runs(config, 1, groups)[0][0]
+
+    def forward(self, embeddings: Tensor, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
+        return self.final_layernorm(self._run(partial(self._layer, ctx), embeddings, hidden_states))
+
+    def _layer(self, ctx: ForwardContext, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
+        both = torch.cat((self.enorm(embeddings), self.hnorm(hidden_states)), dim=-1)
+        return self.mtp_model_layer(self.eh_proj(both)[0].to(self.stream_dtype), ctx)
+
+
+class MultiTokenPredictionBlock(nn.Module):
+    """All depths, one behind the other. Layers are numbered on behind those of the decoder."""
+
+    def __init__(
+        self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            build_module(each, config, layer_number=config.num_layers + depth, groups=groups)
+            for depth, each in enumerate(spec.layer_specs, start=1)
+        )
+        self.factor = config.mtp_loss_scaling_factor / len(self.layers)
+        self.names = [f"mtp_{depth} loss" for depth in range(1, len(self.layers) + 1)]
+        self.statistics = StepStatistics("mtp", **dict.fromkeys(self.names, 2))
+        self._counts = groups.tp.is_first  # the others have the same losses
+
+    def forward(self, hidden_states: Tensor, embeddings: Sequence[Tensor], ctx: ForwardContext) -> list[Tensor]:
+        """``embeddings`` [s, b, h] of the tokens of every depth -> what the output layer takes, for every depth."""
+        found = []
+        for layer, each in zip(self.layers, embeddings, strict=True):
+            hidden_states = layer(each, hidden_states, ctx)
+            found.append(hidden_states)
+        return found
+
+    def attach(
+        self, losses: Tensor, later: Sequence[Tensor], tokens: Sequence[Tokens], mask: Tensor | None, scale: Tensor
+    ) -> Tensor:
+        """The main ``losses`` [b, s], whose backward pass also goes through those of every depth, ``later``.
+
+        ``mask`` [b, s]: which of the main losses count (None: all), each times ``scale`` (0-d) where their sum is
+        what is differentiated."""
+        total = losses.new_zeros(())
+        for name, loss, at in zip(self.names, later, tokens, strict=True):
+            sum_b = (loss * at.loss_mask.to(loss.dtype)).sum(1)
+            total = total + (sum_b * at.weight_b.to(loss.dtype)).sum()
+            if self._counts:
+                self.statistics.add(name, torch.stack((sum_b.detach().double().sum(), at.loss_mask.sum())))
+        num_valid = losses.new_tensor(losses.numel()) if mask is None else mask.sum(dtype=losses.dtype)
+        return _AttachToLosses.apply(losses, total * self.factor, num_valid, scale)
+
+    def end_step(self, totals: dict[str, Tensor]) -> None:
+        """Nothing is kept from one step to the next."""
