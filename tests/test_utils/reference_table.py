@@ -224,9 +224,7 @@ def _complete(row):
 
 ROWS = {
     name: _complete(row)
-    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, PRECISION)
+    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION)
     for name, row in group.items()
 }
 """Name -> (flags behind ``BASE``, precision)."""
-AWAITED = {name: _complete(row) for name, row in AHEADS.items()}
-"""Rows of what the program does not have yet."""
