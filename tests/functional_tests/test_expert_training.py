@@ -73,3 +73,20 @@ def test_resuming_experts_on_the_same_layout_changes_no_bit(gloo_pool, dataset, 
         assert sum(each.endswith(buffer) for each in bits) == 2, buffer
     changed = digests(parts / "iter_0000003")
     assert all(changed[each] != bits[each] for each in bits if each.endswith(BUFFERS)), "they take part in training"
+
+
+BALANCE = "--moe-router-load-balancing-type"
+
+
+@pytest.mark.parametrize(
+    "balance",
+    [f"{BALANCE} global_aux_loss --moe-aux-loss-coeff 0.05", f"{BALANCE} seq_aux_loss --moe-aux-loss-coeff 0.1"],
+)
+def test_the_architecture_of_experts_is_taken_from_a_checkpoint(gloo_pool, dataset, whole, tmp_path, balance):
+    """How they are balanced is no part of it, and may change."""
+    flags = ["--load", str(whole), "--use-checkpoint-args", "--train-iters", "7", "--lr-decay-iters", "8"]
+    flags += [*balance.split(), "--expert-model-parallel-size", "2"]
+    folder = run(gloo_pool, 2, dataset, tmp_path, flags, fp64=True)
+    (record,) = train_records(folder)
+    assert record["iteration"] == 7 and "layer 2/tokens_per_expert max" in record["statistics"]
+    assert tensors(folder / "iter_0000007").keys() >= {"model.decoder.layers.1.mlp.router.expert_bias"}

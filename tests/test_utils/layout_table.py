@@ -355,7 +355,8 @@ def row(name):
 THROUGH_COPY_ENGINES = [
     name for name in TABLE
     if any(part in row(name).layout for part in ("--tp-comm-overlap", "zero-bubble", "virtual-stages"))
-    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp2-tp2-sp", "pp4-untied", "recompute-modules")
+    or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp2-tp2-sp", "pp4-untied", "recompute-modules",
+                "tp2-sp-etp1-ep2")
 ]  # fmt: skip
 """What they carry: collectives of sequence parallelism, messages between stages."""
 
@@ -377,7 +378,7 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
 line that the table executes, and combine any two flags that one row combines."""
 
-EXTENDED_THROUGH_COPY_ENGINES = {
+EXTENDED_THROUGH_COPY_ENGINES = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {"pp2-vpp-ep2", "tp2-sp-etp1-ep2"} | {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",

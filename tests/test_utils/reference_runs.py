@@ -134,8 +134,9 @@ def _memories(expected):
 
 
 def _with_shares(final):
-    """Counts of choices as shares."""
-    return {name: value / value.sum() if name.endswith(".last_choices") else value for name, value in final.items()}
+    """Counts of choices as shares, where choices are counted."""
+    counted = {name: value for name, value in final.items() if not name.endswith(".last_choices") or value.any()}
+    return {name: value / value.sum() if name.endswith(".last_choices") else value for name, value in counted.items()}
 
 
 def _close(found, expected, limit):

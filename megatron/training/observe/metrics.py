@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from megatron.core.config.errors import UserError
-from megatron.data.indexed_writer import sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +315,8 @@ class MetricsFile:
             for file in (cut, new):
                 file.flush()
                 os.fsync(file.fileno())
+        from megatron.data.indexed_writer import sync_folder  # numpy's: reading a finished run needs none
+
         os.replace(new_path, self.path)
         sync_folder(self.path.parent)
         logger.info("moved %d records after iteration %d to %s", self.num_cut, iteration, cut_path)

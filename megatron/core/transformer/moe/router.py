@@ -87,8 +87,9 @@ class TopKRouter(nn.Module):
 
     expert_bias: Tensor | None
     """fp32 [e], whatever the model's dtype: added to scores for the choice alone."""
-    last_choices: Tensor | None
-    """int64 [e]: choices of the last complete global batch, of ``global_aux_loss``."""
+    last_choices: Tensor
+    """int64 [e]: choices of the last complete global batch, of ``global_aux_loss``; without it zeros, so that a run may
+    change how it balances."""
 
     def __init__(self, config: TransformerConfig, *, layer_number: int, groups: ProcessGroups) -> None:
         super().__init__()
@@ -118,7 +119,7 @@ class TopKRouter(nn.Module):
         self._register_buffers()
         sizes = {"tokens_per_expert": self.num_experts, "dropped": 1, "nonfinite_router_logit": 1}
         sizes |= self.losses.statistics
-        if self.last_choices is not None:
+        if self.counts_choices:
             sizes["_choices_per_expert"] = self.num_experts
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
 
@@ -126,10 +127,10 @@ class TopKRouter(nn.Module):
         biased = self.config.moe_router_enable_expert_bias
         if biased and self.config.moe_router_score_function == "softmax":
             raise UserError("moe_router_enable_expert_bias needs moe_router_score_function sigmoid or sqrtsoftplus")
-        counts = "global_aux_loss" in self.losses.coefficient_of
+        self.counts_choices = "global_aux_loss" in self.losses.coefficient_of
         bias, choices = torch.zeros(self.num_experts), torch.zeros(self.num_experts, dtype=torch.int64)
         self.register_buffer("expert_bias", bias if biased else None)
-        self.register_buffer("last_choices", choices if counts else None)
+        self.register_buffer("last_choices", choices)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """The expert bias moves between devices, but stays fp32: steps of 1e-3 would be lost in bf16."""
@@ -217,7 +218,7 @@ class TopKRouter(nn.Module):
             choices_be = sums.choices_be
             if not self._choice_is_plain:
                 choices_be = choice_counts(choose(lambda: top_k(logits.detach(), self.k)), self.num_experts)
-            if counting and self.last_choices is not None:
+            if counting and self.counts_choices:
                 self.statistics.add("_choices_per_expert", choices_be.sum(0))
             shares = fractions(rule, choices_be.to(sums.z_b.dtype), self.last_choices, self.sharers)
         side, (length, batch) = ctx.side_losses, logits.shape[:2]
@@ -244,7 +245,7 @@ class TopKRouter(nn.Module):
             # times e: sums of counts are exact, their mean need not be
             step = (counts_e.sum() - counts_e * self.num_experts).sign()
             self.expert_bias.add_(step.to(self.expert_bias.dtype), alpha=self.config.moe_router_bias_update_rate)
-        if self.last_choices is not None:
+        if self.counts_choices:
             self.last_choices.copy_(totals["_choices_per_expert"])
 
     def extra_repr(self) -> str:
