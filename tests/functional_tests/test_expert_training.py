@@ -85,7 +85,7 @@ BALANCE = "--moe-router-load-balancing-type"
 def test_the_architecture_of_experts_is_taken_from_a_checkpoint(gloo_pool, dataset, whole, tmp_path, balance):
     """How they are balanced is no part of it, and may change."""
     flags = ["--load", str(whole), "--use-checkpoint-args", "--train-iters", "7", "--lr-decay-iters", "8"]
-    flags += [*balance.split(), "--expert-model-parallel-size", "2"]
+    flags += [*balance.split(), "--expert-model-parallel-size", "2", "--override-opt_param-scheduler"]
     folder = run(gloo_pool, 2, dataset, tmp_path, flags, fp64=True)
     (record,) = train_records(folder)
     assert record["iteration"] == 7 and "layer 2/tokens_per_expert max" in record["statistics"]
