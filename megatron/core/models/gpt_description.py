@@ -66,7 +66,7 @@ def describe_gpt(
     for depth in range(config.mtp_num_layers or 0):
         branches = describe(config, LayerPlace(config.num_layers + depth + 1, seq_length, rotary))
         pieces = _prediction(config, branches, output, seq_length, embedding)
-        predictions += [replace(each.under(f"mtp.layers.{depth}."), is_branch=False) for each in pieces]
+        predictions += [each.under(f"mtp.layers.{depth}.") for each in pieces]
     return ModelDescription(embedding, tuple(layers), _head(config, output, seq_length), tuple(predictions))
 
 

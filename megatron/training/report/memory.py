@@ -214,9 +214,10 @@ def stage_activations(cfg: PretrainConfig, model: ModelDescription, stage: Stage
     """Bytes that one micro-batch leaves on a stage between its forward and its backward pass."""
     layers = layers_held(model, stage)
     ends = [model.embedding] * stage.embedding + [model.head] * stage.loss
-    ends += model.predictions if stage.num_mtp else ()
-    total = kept_bytes(ends)
-    if cfg.recompute_granularity == "full":
+    again = cfg.recompute_granularity == "full"
+    later = [each for each in model.predictions if stage.num_mtp and not (again and each.is_branch)]
+    total = kept_bytes(ends) + kept_bytes(later, _recomputed(cfg))
+    if again:
         assert cfg.recompute_num_layers is not None
         given = min(cfg.recompute_num_layers, len(layers))
         inputs = -(-len(layers) // given) if layers and cfg.recompute_method == "uniform" else given

@@ -79,6 +79,8 @@ def built(rank, world_size, text):
         ("--bf16 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Eta|fttL", 2),
         (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ea|fta|fa|fL", 4),
         ("--bf16 --use-torch-fsdp2", 2),
+        (f"--bf16 {ZERO} --pipeline-model-parallel-size 2 --mtp-num-layers 2", 4),
+        (f"{LLAMA} {ZERO} --pipeline-model-parallel-size 2 --mtp-num-layers 1 --tensor-model-parallel-size 2", 4),
         (f"{EXPERTS} --bf16", 2),
         (f"{EXPERTS} --bf16 {ZERO} --expert-model-parallel-size 2 --moe-layer-freq 2", 4),
         (f"{EXPERTS} {ZERO} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -121,6 +123,11 @@ ACTIVATIONS = {
     ),
     "experts-act": (f"{LLAMA} {WIDE_EXPERTS} --recompute-granularity selective --recompute-modules moe_act", 1),
     "chunks": (f"{LLAMA} --cross-entropy-chunk-tokens 8", 1),
+    "mtp": (f"{LLAMA} --mtp-num-layers 2", 1),
+    "mtp-full": (
+        f"{LLAMA} --mtp-num-layers 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        1,
+    ),
 }  # fmt: skip
 
 
