@@ -259,5 +259,5 @@ def weigh_triton(
 
     ``kind``: ``softmax`` (over the chosen), ``softmax before``, ``sigmoid``, ``sqrtsoftplus``. ``summing``: sums too.
     """
-    weights, *sums = _Weigh.apply(logits.contiguous(), experts, kind, scale, summing)
+    weights, *sums = _Weigh.apply(logits.contiguous(), experts.contiguous(), kind, scale, summing)
     return weights, Summary(*sums) if summing else None

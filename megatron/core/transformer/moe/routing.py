@@ -63,8 +63,8 @@ def balanced_scores(logits: Tensor, function: ScoreFunction) -> Tensor:
 
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Indices of the k highest scores along the last dim, highest first, of equal ones the lower index first."""
-    # torch.topk leaves ties, frequent in bf16, to the device and the shape
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    # torch.topk leaves ties, frequent in bf16, to the device and the shape; a view would keep all indices in memory
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 @dataclass(frozen=True)

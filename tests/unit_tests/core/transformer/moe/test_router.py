@@ -229,3 +229,53 @@ def test_gradients_of_an_fp32_router_are_rounded_once():
     for mine, exact in ((router.weight.grad, exact_w), (x.grad, target.double() @ router.weight.detach().double())):
         error = (mine.double() - exact).abs() - 2.0**-8 * exact.abs()  # that of the last rounding
         assert error.max() < 1e-4 * exact.abs().max()
+
+
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+GROUPED = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
+
+
+@pytest.mark.parametrize("other", [BIASED, GROUPED, {"moe_expert_capacity_factor": 0.5}], ids=str)
+def test_balancing_losses_know_no_bias_groups_and_capacity(other):
+    settings = {"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"], "moe_aux_loss_coeff": [1.0, 1.0],
+                "moe_router_score_function": "sigmoid"}  # fmt: skip
+    ctx = ForwardContext(side_losses=SideLosses(torch.ones(3), torch.ones(())))
+    found = []
+    for more in ({}, other):
+        router = make_router(**{**settings, **more})
+        router.last_choices.copy_(torch.arange(8))
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(torch.linspace(-1, 1, 8))
+        routing = router(hidden(), ctx)
+        (routing.weights * 0).sum().backward()  # what remains is the losses' gradient
+        sums = taken(router)
+        loss = sums["seq_load_balancing_loss"]
+        found.append((routing.experts, router.weight.grad, sums["_choices_per_expert"], loss))
+    (experts, *plain), (other_experts, *others) = found
+    assert not torch.equal(experts, other_experts)
+    for mine, theirs in zip(plain, others):
+        torch.testing.assert_close(theirs, mine)
+    assert plain[1].tolist() == experts.flatten().bincount(minlength=8).tolist()
+
+
+@pytest.mark.parametrize("settings", [{}, {"moe_router_pre_softmax": True}, {**BIASED,
+                         "moe_router_topk_scaling_factor": 2.5}], ids=str)  # fmt: skip
+def test_kernels_are_asked_for_what_the_router_wants(settings):
+    pytest.importorskip("triton")
+    router = make_router(params_dtype=torch.float32, **settings)
+    if router.expert_bias is not None:
+        router.expert_bias.copy_(torch.linspace(-1, 1, 8))
+    logits = router._logits(hidden(dtype=torch.float32)).detach()
+    logits = logits.cuda() if torch.cuda.is_available() else logits
+    router.to(logits.device)
+    experts = router.rule.choose(logits, router.expert_bias)
+    assert torch.equal(router._choose_in_kernel(logits, router.expert_bias), experts)
+    experts = logits.sort(-1, descending=True).indices[..., :2]  # also where they do not lie side by side
+    for summing in (True, False):
+        (weights, sums), (plain, plain_sums) = (
+            weigh(logits, experts, summing) for weigh in (router._weigh_in_kernel, router._weigh_plain)
+        )
+        torch.testing.assert_close(weights, plain)
+        assert (sums is None) == (plain_sums is None) == (not summing)
+        for mine, theirs in zip(sums or (), plain_sums or ()):
+            torch.testing.assert_close(mine, theirs)
