@@ -19,9 +19,10 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     for name in ("sequence_parallel", "tp_comm_overlap"):
         if getattr(given, name) and not getattr(resolved, name):
             yield f"{name}: off, as --tensor-model-parallel-size is 1"
-    if resolved.tp_comm_overlap and resolved.micro_batch_size % 2:
-        size = resolved.micro_batch_size
-        yield f"--tp-comm-overlap: no effect with --micro-batch-size {size}, of which there are no halves; give 2"
+    halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved, name)]
+    for name in halved if resolved.micro_batch_size % 2 else ():
+        size, flag = resolved.micro_batch_size, name.replace("_", "-")
+        yield f"--{flag}: no effect with --micro-batch-size {size}, of which there are no halves; give 2"
     yield from _layers(given, resolved)
     yield from _without_effect(given, resolved)
 

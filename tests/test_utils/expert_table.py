@@ -70,7 +70,7 @@ INSTANCES = "--num-distributed-optimizer-instances 2"
 FSDP = "--use-torch-fsdp2"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method uniform"
 SELECTED = "--recompute-granularity selective --recompute-modules"
-BESIDE = "--moe-shared-expert-overlap"
+BESIDE, HALVES = "--moe-shared-expert-overlap", "--overlap-moe-expert-parallel-comm"
 MBS2 = "--micro-batch-size 2"
 
 SPLIT_EXPERTS = {
@@ -88,6 +88,9 @@ SPLIT_EXPERTS = {
     "ep2-dp4": ("moe-deepseek", f"{MBS2} {EP2} {ALL}", 4),
     "ep2-overlapped-shared": ("moe-shared", f"{MBS2} {EP2} {ALL} {BESIDE}", 2),
     "ep2-allgather-overlapped-shared": ("moe-shared", f"{MBS2} {EP2} {BESIDE}", 2),
+    "ep2-halves": ("moe-deepseek", f"{MBS2} {EP2} {ALL} {HALVES}", 2),
+    "ep2-halves-recompute": ("moe-shared", f"{MBS2} {EP2} {BESIDE} {HALVES} {FULL}", 2),
+    "tp2-sp-ep2-halves": ("moe-shared", f"{TP2} {EP2} {ETP1} {HALVES} --tp-comm-overlap", 2),
     "etp2": ("moe-sgd", f"{MBS2} {ETP2}", 2),
     "etp2-alltoall": ("moe-shared", f"{MBS2} {ETP2} {ALL}", 2),
     "ep2-etp2": ("moe-sgd", f"{MBS2} {EP2} {ETP2}", 4),
@@ -184,6 +187,7 @@ EXPERT_ROWS = {
 }  # fmt: skip
 IN_THE_SUITE = {
     "experts-one-by-one", "ep2-alltoall", "ep8-alltoall", "ep2-etp2-dp8", "ep2-overlapped-shared", "ep2-global",
+    "ep2-halves",
     "tp2-sp-ep2-etp2", "tp2-sp-etp1-ep2-dp8", "tp2-sp-etp1-ep4", "cp2-ep2", "cp2-tp2-sp-ep2", "pp2-vpp-ep2",
     "pp2-zero-bubble-ep2", "pp2-tp2-sp-ep2", "ep2-zero-instances", "ep2-fsdp", "ep2-recompute-moe",
     "pp2-zero-bubble-recompute-moe", "cp2-batch", "tp2-sp-sinkhorn", "pp2-ep2-capacity", "ep2-etp2-padded",

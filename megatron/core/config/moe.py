@@ -102,6 +102,10 @@ class MoEConfig:
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
     """How tokens travel to the ranks of their experts: all to everyone, or each to where it goes."""
 
+    overlap_moe_expert_parallel_comm: bool = False
+    """Two-batch overlap: tokens of one half of a micro-batch travel between experts' ranks while the other half
+    computes. Needs an even --micro-batch-size, and losses that do not look at the whole micro-batch."""
+
     moe_fusion: bool = flag("--no-moe-fusion", default=True)
     """Plain torch operations for permutation and experts, one expert at a time, instead of kernels and grouped
     GEMMs."""
@@ -113,3 +117,10 @@ def has_experts(config: MoEConfig, layer_number: int) -> bool:
         return False
     pattern, index = config.moe_layer_freq, layer_number - 1
     return index % pattern == 0 if isinstance(pattern, int) else bool(pattern[index])
+
+
+def depends_on_micro_batch(config: MoEConfig) -> bool:
+    """Whether what a token goes through, or a loss, depends on the other sequences of its micro-batch."""
+    kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
+    balances = any(kind == "sinkhorn" or (kind == "aux_loss" and coefficient) for kind, coefficient in kinds)
+    return balances or config.moe_expert_capacity_factor is not None

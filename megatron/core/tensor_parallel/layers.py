@@ -221,6 +221,7 @@ class RowParallel(nn.Module):
         if input_is_parallel:
             self._enter = identity
         self.traits = _traits(config, groups)
+        self.scatters = sequence_parallel
         self._leave: Callable = reduce_from_tensor_model_parallel_region
         if sequence_parallel:
             self._leave = reduce_scatter_to_sequence_parallel_region

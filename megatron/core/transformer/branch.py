@@ -27,7 +27,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.norm import StreamNorm
-from megatron.core.transformer.overlap import Segments, runs_its_segments
+from megatron.core.transformer.overlap import Segments, runs_its_segments, segments_of
 from megatron.core.transformer.recompute import norm_output, run_of
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
 
@@ -95,7 +95,7 @@ class Branch:
     def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
         """The mixer's output."""
         if ctx.overlap:
-            return (yield from self.mixer.segments(stream.normed, ctx))  # type: ignore[operator]
+            return (yield from segments_of(self.mixer, stream.normed, ctx))
         mixer = self.mixer
         with self._keeping(stream.normed, self.norm, stream.hidden):
             return self._run(mixer, stream.normed, *((ctx,) if takes_context(type(mixer).forward) else ()))

@@ -149,7 +149,7 @@ class MLASelfAttention(nn.Module):
         # contiguous: what is kept of a part must not be the whole
         latent, turned_key = (part.contiguous() for part in rest.split((self._ranks[1], self._turned), dim=-1))
         parts, heads = (source, self.kv_layernorm(latent), turned_key), self._heads
-        if ctx.overlap:  # one message: engines carry few at a time
+        if ctx.overlap and self.linear_proj.scatters:  # one message: engines carry few at a time
             gathering, heads = start_all_gather(torch.cat(parts, dim=-1), self._group), self._heads_of_gathered
             yield
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)

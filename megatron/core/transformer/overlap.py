@@ -1,4 +1,4 @@
-"""Tensor-parallel communication of one half of a micro-batch behind the computation of the other half.
+"""Tensor- and expert-parallel communication of one half of a micro-batch behind the computation of the other half.
 
 Under sequence parallelism a layer waits four times: positions are gathered before the first GEMM of attention and of
 the feed-forward network, and sums are scattered after the last. The sequences of a micro-batch have nothing to do
@@ -7,9 +7,11 @@ started or begins where one is waited for:
 
     norm, gather >   > qkv, attention   proj, scatter >   > add, norm, gather >   > fc1, activation   fc2, scatter >
 
-One half is two segments ahead. So every collective has a segment with GEMMs beside it; in backward, where autograd
-goes back the same way, as well. (Collectives need the other half's independent work and not pieces of the same GEMM:
-a gather takes longer than the GEMM of query, key and value that it feeds.)
+A mixture of experts has three: route, dispatch >  > experts, combine >  > add.
+
+One half is two segments ahead. So every collective has a segment with GEMMs beside it; in backward, where autograd goes
+back the same way, as well. (Collectives need the other half's independent work and not pieces of the same GEMM: a
+gather takes longer than the GEMM of query, key and value that it feeds.)
 
 A mixer says where it may stop by being written once, as a generator of segments: :func:`enter`, :func:`leave` and
 :func:`finish` start and end its collectives apart only where the context says that another half computes in between.
@@ -54,20 +56,30 @@ def runs_its_segments(module: Any) -> bool:
     return "segments" in next(filter(None, written), ())
 
 
+def segments_of(mixer: Any, x: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+    """Those of ``mixer``; of one whose linear layers have no collectives all at once, since each stop ends the time
+    that the other half's collectives have."""
+    first = getattr(mixer, "first_linear", None)
+    segments = mixer.segments(x, ctx)
+    if isinstance(first, ColumnParallelLinear) and not first.traits.gather_input:
+        return drain(segments)
+    return (yield from segments)
+
+
 def enter(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
-    """The input of a column-parallel layer, on its way where work of the other half follows."""
-    return linear.gather(x) if ctx.overlap else x
+    """The input of a column-parallel layer, on its way where it has one and work of the other half follows."""
+    return linear.gather(x) if ctx.overlap and linear.traits.gather_input else x
 
 
 def leave(linear: Any, x: Tensor, ctx: ForwardContext) -> Any:
     """The output of a row-parallel layer, for :func:`finish`."""
-    output, _ = linear(x, in_flight=True) if ctx.overlap else linear(x)
+    output, _ = linear(x, in_flight=True) if ctx.overlap and linear.scatters else linear(x)
     return output
 
 
 def finish(linear: Any, output: Any, ctx: ForwardContext) -> Tensor:
     """The collectives that :func:`leave` started."""
-    return linear.finish(output)[0] if ctx.overlap else output
+    return linear.finish(output)[0] if ctx.overlap and linear.scatters else output
 
 
 def run_two_batch_overlap(layers: Sequence[Any], hidden_states: Tensor, ctx: ForwardContext) -> Tensor:

@@ -122,7 +122,8 @@ class TransformerBlock(nn.Module):
 
 def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
     """Whether halves of micro-batches alternate where they can."""
-    return config.tp_comm_overlap and groups.stream(config.sequence_parallel).size > 1
+    tensor = config.tp_comm_overlap and groups.stream(config.sequence_parallel).size > 1
+    return tensor or (config.overlap_moe_expert_parallel_comm and groups.etp_ep.size > 1)
 
 
 def branch_names(specs: Sequence[ModuleSpec]) -> list[list[str]]:

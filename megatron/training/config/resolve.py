@@ -53,6 +53,7 @@ def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
     needs = {
         "--delay-wgrad-compute": cfg.delay_wgrad_compute,
         "--tp-comm-overlap": cfg.tp_comm_overlap and tp > 1,
+        "--overlap-moe-expert-parallel-comm": cfg.overlap_moe_expert_parallel_comm,
         "--use-torch-fsdp2": cfg.use_torch_fsdp2,
         "--multi-latent-attention": cfg.multi_latent_attention,
         "--fp32-residual-connection": cfg.fp32_residual_connection,

@@ -12,6 +12,8 @@ from megatron.training.rules.layout import common_divisors, nearest_multiples
 def experts_are_there(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is None and cfg.expert_model_parallel_size > 1:
         yield problem(cfg, "expert_model_parallel_size", "needs experts", "--num-experts N")
+    if cfg.num_moe_experts is None and cfg.overlap_moe_expert_parallel_comm:
+        yield problem(cfg, "overlap_moe_expert_parallel_comm", "needs experts", "--num-experts N")
 
 
 def layers_with_experts_are_named(cfg: PretrainConfig) -> Problems:

@@ -109,6 +109,25 @@ class LocalDispatcher(Dispatcher):
         return partial(combine_rows, rows, dispatched.way_back, self.moves)
 
 
+ReadHost = Callable[[], list[Any]]
+
+
+def start_reading(x: Tensor) -> ReadHost:
+    """The values of ``x`` on the host, for which what this returns waits; not for what the device is given since."""
+    if not x.is_cuda:
+        return x.tolist
+    on_host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    on_host.copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[Any]:
+        copied.synchronize()
+        return on_host.tolist()
+
+    return read
+
+
 class AllGatherDispatcher(Dispatcher):
     """Every rank sees the tokens of all n ranks."""
 
@@ -119,11 +138,15 @@ class AllGatherDispatcher(Dispatcher):
         capacity = self.capacity(len(tokens))
         key = local.masked_fill((local < 0) | (local >= self.num_local), self.num_local)
         permutation = self._sorted(key, self.num_local, capacity and capacity * self.group.size)
-        if self.ep.size > 1 and capacity is None:
-            permutation = permutation.head(int(permutation.ends[-1]))
-        return partial(self._arrived, gathering, weighting, permutation)
+        # without the rows of other ranks' experts; with one expert-parallel rank there are none
+        count = start_reading(permutation.ends[-1:]) if self.ep.size > 1 and capacity is None else None
+        return partial(self._arrived, gathering, weighting, permutation, count)
 
-    def _arrived(self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: Permutation) -> Dispatched:
+    def _arrived(
+        self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: Permutation, count: ReadHost | None
+    ) -> Dispatched:
+        if count is not None:
+            permutation = permutation.head(*count())
         rows = gather_rows(gathering.wait(), permutation, self.moves)
         return Dispatched(rows, gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
 
@@ -181,19 +204,8 @@ class AllToAllDispatcher(Dispatcher):
         even = [self.num_local] * self.group.size
         coming = begin_all_to_all(count, self.group, send=even, receive=even).wait()
         both = torch.stack((count, coming)).view(2, self.group.size, self.num_local)
-        totals = both.sum(-1)
-        if not totals.is_cuda:
-            return lambda: (both[1], *totals.tolist())
-        on_host = torch.empty(totals.shape, dtype=totals.dtype, pin_memory=True)
-        on_host.copy_(totals, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-
-        def read() -> tuple[Tensor, list[int], list[int]]:
-            copied.synchronize()  # for the copy alone: rows are gathered meanwhile
-            return (both[1], *on_host.tolist())
-
-        return read
+        totals = start_reading(both.sum(-1))
+        return lambda: (both[1], *totals())
 
     def _fixed_counts(self, capacity: int, like: Tensor) -> tuple[Tensor, list[int], list[int]]:
         even = [capacity * self.num_local] * self.group.size

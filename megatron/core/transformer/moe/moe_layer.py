@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.config.moe import depends_on_micro_batch
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
@@ -26,6 +27,7 @@ from megatron.core.transformer.moe.experts import GroupedExperts, SequentialExpe
 from megatron.core.transformer.moe.moe_description import describe_moe
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExperts
+from megatron.core.transformer.overlap import Segments, drain, segments_of
 from megatron.core.transformer.recompute import run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
@@ -53,26 +55,42 @@ class MoELayer(nn.Module):
         kind = GroupedExperts if config.moe_fusion else SequentialExperts
         self.experts = build_module(submodules.experts or kind, config, groups=groups)
         self.dispatcher = build_dispatcher(config, groups=groups)
-        self.shared_experts: nn.Module | None = None
+        self.shared_experts: SharedExperts | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExperts(config, submodules.shared_experts, groups=groups)
         self._run, self._run_shared = run_of(config, "moe"), run_of(config, "shared_experts")
         self._shared_beside = config.moe_shared_expert_overlap and self.shared_experts is not None
+        self._tokens_stand_alone = not depends_on_micro_batch(config)
 
     describe = staticmethod(describe_moe)
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
-        output = self._run(self._through_experts, hidden_states, ctx)
+        output = self._run(lambda x: drain(self._through_experts(x, ctx)), hidden_states)
         if self.shared_experts is None or self._shared_beside:
             return output
         return output + self._run_shared(self.shared_experts, hidden_states)
 
-    def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Tensor:
+    @property
+    def overlaps(self) -> bool:
+        """Whether halves of the micro-batch may be routed apart, and its collectives be left under way."""
+        return self._tokens_stand_alone and (self.shared_experts is None or self.shared_experts.overlaps)
+
+    def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        """The same, stopping where a collective may be under way."""
+        output = yield from self._through_experts(hidden_states, ctx)
+        if self.shared_experts is None or self._shared_beside:
+            return output
+        return output + (yield from segments_of(self.shared_experts, hidden_states, ctx))
+
+    def _through_experts(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         routing = self.router(hidden_states, ctx)
         dispatching = self.dispatcher.start_dispatch(hidden_states.flatten(0, 1), routing)
         # in backward, too, it runs while tokens are on their way (autograd_handle.py)
         beside = self._run_shared(self.shared_experts, hidden_states) if self._shared_beside else None
+        yield
         dispatched = dispatching()
         rows = self.experts(dispatched.rows, dispatched.ends, dispatched.weights)
-        output = self.dispatcher.combine(rows, dispatched).view_as(hidden_states)
+        combining = self.dispatcher.start_combine(rows, dispatched)
+        yield
+        output = combining().view_as(hidden_states)
         return output if beside is None else output + beside

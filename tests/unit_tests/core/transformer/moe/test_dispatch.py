@@ -3,6 +3,8 @@
 Legend: t tokens, h hidden, f feed-forward, e experts, k choices of a token.
 """
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.placement import initialize_parameters, local_rectangle, local_view
 from megatron.core.transformer.moe.dispatch import build_dispatcher
 from megatron.core.transformer.moe.experts import SequentialExperts
-from megatron.core.transformer.moe.routing import Routing
+from megatron.core.transformer.moe.routing import Routing, expert_capacity, within_capacity
 from tests.test_utils.specs import named_specs
 
 TOKENS, HIDDEN, FFN, EXPERTS, K = 24, 6, 10, 4, 2
@@ -127,3 +129,99 @@ def test_every_layout_equals_one_rank(gloo_pool, layout, kind, dropped, skewed):
     data = batch(dropped, skewed)
     results = gloo_pool.run(on_ranks, world, ep, etp, {"moe_token_dispatcher_type": kind}, data)
     compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
+
+
+FACTOR = 1.25
+
+
+def limited(data, ranks):
+    """Every rank's choices beyond the capacity of its own tokens are dropped."""
+    tokens, weights, choices, upstream = data
+    capacity = expert_capacity(TOKENS // ranks, EXPERTS, K, FACTOR)
+    shares = zip(choices.chunk(ranks), weights.chunk(ranks))
+    kept = torch.cat([within_capacity(*each, EXPERTS, capacity) for each in shares])
+    return tokens, weights.where(kept, 0), choices.where(kept, EXPERTS), upstream
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+@pytest.mark.parametrize("layout", [None, "ep2", "etp2", "ep2·etp2"])
+def test_padding_to_capacity_changes_nothing(gloo_pool, layout, kind, skewed):
+    world, ep, etp = LAYOUTS.get(layout, (1, 1, 1))
+    data = limited(batch(skewed=skewed), world)
+    overrides = {
+        "moe_token_dispatcher_type": kind, "moe_expert_capacity_factor": FACTOR,
+        "moe_pad_expert_input_to_capacity": True,
+    }  # fmt: skip
+    results = gloo_pool.run(on_ranks, world, ep, etp, overrides, data)
+    compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
+
+
+def no_host(*_):
+    raise AssertionError("the host waits for the device")
+
+
+@contextmanager
+def without_the_host(monkeypatch):
+    """Nothing reads a tensor's values."""
+    with monkeypatch.context() as patch:
+        for name in ("item", "tolist", "__bool__", "__int__", "__index__"):
+            patch.setattr(torch.Tensor, name, no_host)
+        yield
+
+
+def dispatch_without_the_host(rank, world, ep, etp, overrides, data):
+    groups = parallel_state.initialize_model_parallel(expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    dispatcher = build_dispatcher(config_of(**overrides), groups=groups)
+    tokens, weights, choices, _ = [each.chunk(world)[rank] for each in data]
+    with without_the_host(pytest.MonkeyPatch()):
+        dispatched = dispatcher.dispatch(tokens, Routing(choices, weights))
+        dispatcher.combine(dispatched.rows, dispatched)
+    return len(dispatched.rows)
+
+
+def test_one_rank_needs_no_word_from_the_device(gloo_pool):
+    assert gloo_pool.run(dispatch_without_the_host, 1, 1, 1, {}, batch()) == [TOKENS * K]
+    etp2 = {"moe_token_dispatcher_type": "allgather"}
+    assert gloo_pool.run(dispatch_without_the_host, 2, 1, 2, etp2, batch()) == [TOKENS * K] * 2
+
+
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_padded_rows_need_no_word_from_the_device(gloo_pool, kind):
+    overrides = {
+        "moe_token_dispatcher_type": kind, "moe_expert_capacity_factor": FACTOR,
+        "moe_pad_expert_input_to_capacity": True,
+    }  # fmt: skip
+    rows = EXPERTS // 2 * 2 * expert_capacity(TOKENS // 2, EXPERTS, K, FACTOR)
+    data = limited(batch(), 2)
+    assert gloo_pool.run(dispatch_without_the_host, 2, 2, 1, overrides, data) == [rows] * 2
+
+
+def rows_in_order(rank, world, kind):
+    groups = parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    dispatcher = build_dispatcher(config_of(moe_token_dispatcher_type=kind), groups=groups)
+    tokens, weights, choices, _ = [each.chunk(world)[rank] for each in batch()]
+    return dispatcher.dispatch(tokens, Routing(choices, weights))
+
+
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_rows_of_an_expert_are_in_the_order_of_tokens(gloo_pool, kind):
+    tokens, weights, choices, _ = batch()
+    for rank, dispatched in enumerate(gloo_pool.run(rows_in_order, 2, kind)):
+        places = [place for expert in (2 * rank, 2 * rank + 1) for place in (choices == expert).nonzero().tolist()]
+        assert torch.equal(dispatched.rows, tokens[[token for token, _ in places]])
+        assert torch.equal(dispatched.weights, torch.stack([weights[token, k] for token, k in places]))
+
+
+def in_other_order(rank, world, kind, data):
+    groups = parallel_state.initialize_model_parallel(
+        expert_model_parallel_size=2, expert_tensor_parallel_size=2, order="ep-dp-tp-cp-pp"
+    )
+    assert groups.etp_ep.ranks.index(groups.ep.ranks[1]) - groups.etp_ep.ranks.index(groups.ep.ranks[0]) == 1
+    return run_layer(config_of(moe_token_dispatcher_type=kind), groups, [each.chunk(world)[rank] for each in data])
+
+
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_the_order_of_the_axes_does_not_matter(gloo_pool, kind):
+    data = batch(0.2)
+    compare(gloo_pool.run(in_other_order, 4, kind, data), run_layer(config_of(), SINGLE_PROCESS, data))
