@@ -66,6 +66,8 @@ NETWORK = [
     row("--moe-ffn-hidden-size 24", gives(shape(FC1), (4, 24, 32)), base="--num-experts 4"),
     row("--moe-shared-expert-intermediate-size 16", gives(shape(SHARED + "linear_fc1.weight"), (16, 32)), base=MOE),
     row("--moe-shared-expert-gate", gives(shape(SHARED + "gate_weight"), (1, 32)), base=BESIDE),
+    row("--overlap-moe-expert-parallel-comm", changes("order"), keeps_to_rounding("weights"), base=f"{MOE} {EP}",
+        ranks=2),
     row("--moe-shared-expert-overlap", changes("order"), keeps_to_rounding("weights"), base=f"{BESIDE} {EP}", ranks=2),
     row("--no-moe-fusion", gives(modules("SequentialExperts"), 2), keeps_to_rounding("weights"), base=MOE),
 ]  # fmt: skip
