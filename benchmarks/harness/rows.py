@@ -20,7 +20,7 @@ GPT_345M = (
 )
 _EXPERTS = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --rotary-base 1000000 "
-    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --moe-grouped-gemm "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 "
     "--moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall"
 )
 MIXTRAL_8X7B = (
