@@ -62,6 +62,7 @@ MODELS = {
     "mla": f"{LLAMA} {LATENT} {LATENT_YARN}",
     "mla-dropout": f"{DROPOUT} {LATENT} --rope-type rope",  # queries without a rank, no norms of latents
     "mla-fused": f"{LLAMA} {LATENT} {LATENT_YARN} --mla-down-proj-fusion --optimizer sgd --lr 0.3",
+    "mla-sinks": f"{LLAMA} {LATENT} {LATENT_YARN} --softmax-type learnable",
     "mla-packed": f"{LLAMA} {LATENT} {LATENT_YARN} --reset-position-ids --reset-attention-mask",
     "bf16": f"{DROPOUT} --bf16 --position-embedding-type rope --adam-eps 1e-2",
     "fp16": f"{NO_DROPOUT} --fp16 --loss-scale 256 --swiglu {UNTIED} --decoupled-lr 1e-3 --adam-eps 1e-2",
@@ -322,6 +323,7 @@ LATENTS = {
     "mla-cp2-dropout": ("mla-dropout", CP2, 2),
     "mla-cp2-allgather": ("mla", f"{CP2} --cp-comm-type allgather", 2),
     "mla-cp2-a2a-packed": ("mla-packed", f"{CP2} --cp-comm-type a2a", 2),
+    "mla-cp2-sinks": ("mla-sinks", CP2, 2),
     "mla-cp2-tp2-sp": ("mla-fused", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
     "mla-pp2": ("mla", PP2, 2),
     "mla-pp2-tp2-sp-zero-bubble": ("mla", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
@@ -373,6 +375,8 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
     "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp", "sinks-zero2-cp2", "sinks-pp2-vpp-recompute",
     "mtp-tp2", "mtp-cp2", "mtp-pp2", "mtp-pp2-untied", "mtp-pp2-packed-zero-bubble", "mtp-pp4-layout",
     "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2",
+    "mla-tp2", "mla-tp2-sp-dropout", "mla-cp2-dropout", "mla-cp2-allgather", "mla-pp2", "mla-zero2-gather", "mla-fsdp2",
+    "mla-cp2-tp2-sp",
 }  # fmt: skip
 """Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
@@ -382,6 +386,6 @@ EXTENDED_THROUGH_COPY_ENGINES = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",
-    "cut-pp4-zero-bubble", "cut-pp2-vpp-zero-bubble",
+    "cut-pp4-zero-bubble", "cut-pp2-vpp-zero-bubble", "mla-pp2-tp2-sp-zero-bubble", "mla-recompute-up-pp2-zero-bubble",
 }  # fmt: skip
 """The same of the rows through copy engines."""

@@ -37,9 +37,12 @@ def describe_latent_attention(config: Config, place: LayerPlace) -> Piece:
     in_blocks = config.context_parallel_size > 1 or config.softmax_type != "vanilla"
     is_filled = key != value and (in_blocks or not unfused)
     width = max(key, value)
-    kept = local * (2 * key + (width if is_filled else config.qk_head_dim + value)) * item
-    heads_kept = Saved("query, key and value", kept, ("mla_up_proj",))
-    ops.append(Op("rotary", "rotary", traffic=4.0 * item * local * 2 * key, gradients=kept, saved=(heads_kept,)))
+    both, values = 2 * local * key * item, local * (width if is_filled else config.qk_head_dim + value) * item
+    kept = (
+        Saved("query and key", both, ("mla_up_proj",)),
+        Saved("value", values, ("core_attn",) if is_filled else ("mla_up_proj",)),
+    )
+    ops.append(Op("rotary", "rotary", traffic=2.0 * both, gradients=both + values, saved=kept))
     core = attention_core(config, place, local * key, local * key, local * value)
     if is_filled:
         core = replace(core, saved=(*core.saved, Saved("filled output", local * width * item, ("core_attn",))))

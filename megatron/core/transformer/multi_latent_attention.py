@@ -35,7 +35,7 @@ from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, make_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, finish, leave
-from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.recompute import heads_output, run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
 Slot = ModuleSpec | Callable[..., Any] | None
@@ -60,6 +60,11 @@ class MLASelfAttentionSubmodules:
     linear_qkv_down_proj: Slot = None
 
 
+def _build(slot: Slot, *sizes: Any, **settings: Any) -> Any:
+    assert slot is not None, "a slot that this configuration needs is empty"
+    return build_module(slot, *sizes, **settings)
+
+
 class MLASelfAttention(nn.Module):
     """[s, b, h] -> [s, b, h]."""
 
@@ -76,15 +81,15 @@ class MLASelfAttention(nn.Module):
         self._still, self._turned, self._value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         self._ranks = config.q_lora_rank, config.kv_lora_rank
         self._build_projections(config, submodules, groups)
-        self.core_attention = build_module(
+        self.core_attention = _build(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups,
             softmax_scale=latent_softmax_scale(config), k_channels=self._still + self._turned, v_channels=self._value,
         )  # fmt: skip
-        self.linear_proj = build_module(
+        self.linear_proj = _build(
             submodules.linear_proj, config.num_attention_heads * self._value, config.hidden_size, config=config,
             init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
         )  # fmt: skip
-        self._run_up, self._run_core = run_of(config, "mla_up_proj"), run_of(config, "core_attn")
+        self._keeping, self._run_core = heads_output(config), run_of(config, "core_attn")
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
         # each rank's heads see the one rotated key: its gradient is the sum of theirs
@@ -99,10 +104,9 @@ class MLASelfAttention(nn.Module):
         hidden, heads = config.hidden_size, config.num_attention_heads
         query_width, width = heads * (self._still + self._turned), heads * (self._still + self._value)
 
-        def linear(slot: Slot, into: int, out: int) -> nn.Module:
+        def linear(slot: Slot, into: int, out: int) -> Any:
             placed = {"config": config, "init_method": weight_init(config), "bias": False, "groups": groups}
-            assert slot is not None, "a slot of this configuration's projections is empty"
-            return build_module(slot, into, out, **placed)
+            return _build(slot, into, out, **placed)
 
         def latent_norm(slot: Slot, size: int) -> nn.Module:
             if slot is None and not config.qk_layernorm:
@@ -155,10 +159,11 @@ class MLASelfAttention(nn.Module):
             parts = gathering.wait().split([part.shape[-1] for part in parts], dim=-1)
         else:
             yield
-        query, key, value = self._run_up(heads, *parts, ctx.rotary_pos_emb)
-        mixed = self._run_core(
-            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
-        )
+        qkv = heads(*parts, ctx.rotary_pos_emb)
+        with self._keeping(qkv, heads, *parts, ctx.rotary_pos_emb):
+            mixed = self._run_core(
+                self.core_attention, *qkv, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
+            )
         yield
         summing = leave(self.linear_proj, mixed, ctx)
         yield

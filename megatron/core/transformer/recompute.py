@@ -15,7 +15,7 @@ checkpoint).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
@@ -186,6 +186,67 @@ def discard_output(
 def save_output(output: Tensor, function: Callable[[Tensor], Tensor], argument: Tensor) -> AbstractContextManager:
     """Operations inside keep ``output`` as usual."""
     return nullcontext()
+
+
+class _Again:
+    """Outputs of a function, computed again for the first that backward asks for and held until the last is given."""
+
+    def __init__(self, function: Callable[..., Sequence[Tensor]], arguments: Sequence[Any]) -> None:
+        self._function, self._arguments, self._waiting = function, arguments, 0
+        self._made: Sequence[Tensor] | None = None
+
+    def promise(self, index: int, x: Tensor) -> _View:
+        self._waiting += 1
+        return _View(self, index, tuple(x.shape), tuple(x.stride()))
+
+    def give(self, view: _View) -> Tensor:
+        self._waiting -= 1
+        if self._made is None:
+            with torch.no_grad():  # values alone: the gradient goes through the graph of the first forward pass
+                self._made = self._function(*self._arguments)
+        made = self._made[view.which]
+        if self._waiting <= 0:
+            self._made = None
+        return made.as_strided(view.shape, view.strides)
+
+
+class _View(NamedTuple):
+    """One of several outputs, of which operations keep a view."""
+
+    of: _Again
+    which: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+OutputsPolicy = Callable[..., AbstractContextManager]
+"""``policy(outputs, function, *arguments)``, where outputs are ``function(*arguments)``."""
+
+
+def discard_outputs(
+    outputs: Sequence[Tensor], function: Callable[..., Sequence[Tensor]], *arguments: Any
+) -> AbstractContextManager:
+    """Operations inside keep a recipe instead of ``outputs``, of any strides."""
+    if not torch.is_grad_enabled():
+        return nullcontext()
+    again = _Again(function, arguments)
+    places = {(x.data_ptr(), x.numel(), x.dtype): index for index, x in enumerate(outputs)}
+
+    def pack(x: Tensor) -> Tensor | _View:
+        index = places.get((x.data_ptr(), x.numel(), x.dtype))
+        return x if index is None else again.promise(index, x)
+
+    return saved_tensors_hooks(pack, lambda kept: kept.of.give(kept) if isinstance(kept, _View) else kept)
+
+
+def save_outputs(outputs: Sequence[Tensor], *recipe: Any) -> AbstractContextManager:
+    """Operations inside keep ``outputs`` as usual."""
+    return nullcontext()
+
+
+def heads_output(config: RecomputeConfig) -> OutputsPolicy:
+    """What multi-latent attention does with the heads that it makes of latents."""
+    return discard_outputs if "mla_up_proj" in recomputed_modules(config) else save_outputs
 
 
 def norm_output(config: RecomputeConfig) -> OutputPolicy:

@@ -169,8 +169,8 @@ class EqualHeads:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
         width = max(key.shape[-1], value.shape[-1])
-        query, key, filled = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        return self.inner(query, key, filled, mask, sink)[..., : value.shape[-1]]
+        parts = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        return self.inner(*parts, mask, sink)[..., : value.shape[-1]]
 
 
 @dataclass(frozen=True)

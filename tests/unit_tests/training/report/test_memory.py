@@ -86,6 +86,8 @@ def built(rank, world_size, text):
         (f"{EXPERTS} {ZERO} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
          " --pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
         ("--num-experts 4 --moe-ffn-hidden-size 24 --bf16 --expert-tensor-parallel-size 2", 2),
+        ("--bf16 --multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20 --qk-layernorm --sequence-parallel"
+         f" {ZERO} --tensor-model-parallel-size 2", 4),
     ],
 )
 def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, world_size):
@@ -100,6 +102,10 @@ def test_what_is_allocated_at_the_start_is_known_to_the_byte(gloo_pool, text, wo
 
 WIDE = "--hidden-size 64 --num-layers 3 --seq-length 64 --max-position-embeddings 64 --ffn-hidden-size 256 "
 WIDE_EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 96 --moe-shared-expert-intermediate-size 64 "
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+    " --v-head-dim 12 --qk-layernorm --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0"
+)
 ACTIVATIONS = {
     "gpt2": ("--hidden-dropout 0.1 --attention-dropout 0", 1),
     "unfused": ("--hidden-dropout 0 --attention-dropout 0.1", 1),
@@ -122,6 +128,10 @@ ACTIVATIONS = {
         f"{LLAMA} {WIDE_EXPERTS} --recompute-granularity selective --recompute-modules moe shared_experts", 1,
     ),
     "experts-act": (f"{LLAMA} {WIDE_EXPERTS} --recompute-granularity selective --recompute-modules moe_act", 1),
+    "latent": (LATENT, 1),
+    "latent-tp2-sp": (f"{LATENT} --tensor-model-parallel-size 2 --sequence-parallel", 2),
+    "latent-cp2": (f"{LATENT} --context-parallel-size 2", 2),
+    "latent-recompute": (f"{LATENT} --recompute-granularity selective --recompute-modules mla_up_proj core_attn", 1),
     "chunks": (f"{LLAMA} --cross-entropy-chunk-tokens 8", 1),
     "mtp": (f"{LLAMA} --mtp-num-layers 2", 1),
     "mtp-full": (
@@ -146,9 +156,9 @@ def kept(rank, world_size, text):
     hooks = torch.autograd.graph.saved_tensors_hooks
 
     def pack(kept):
-        tensor = kept if torch.is_tensor(kept) else kept[0] if torch.is_tensor(kept[0]) else kept[1]
-        if tensor.untyped_storage().data_ptr() not in weights:
-            saved[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address is used twice
+        for tensor in filter(torch.is_tensor, (kept,) if torch.is_tensor(kept) else kept):  # or of a recipe
+            if tensor.untyped_storage().data_ptr() not in weights:
+                saved[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no address is used twice
         return kept
 
     def counting_hooks(inner_pack, unpack):

@@ -1,0 +1,98 @@
+"""Parts of multi-latent attention: scale and rotation, heads of two sizes, what fills its slots."""
+
+import math
+
+import pytest
+import torch
+
+from megatron.core.attention.context_parallel.forms import EqualHeads, RingAttention, WholeSequence
+from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
+from megatron.core.config.transformer_config import MLATransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import build_module
+
+SIZES = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "params_dtype": torch.float64,
+}  # fmt: skip
+
+
+def configured(**settings):
+    return MLATransformerConfig(**{**SIZES, **settings})
+
+
+def test_the_softmax_of_deepseek_v3_is_sharpened_1_874_times():
+    config = configured(mscale_all_dim=1.0)
+    assert latent_softmax_scale(config) * math.sqrt(192) == pytest.approx(1.8739, rel=1e-4)
+    assert latent_softmax_scale(configured()) * math.sqrt(192) == 1.0
+    # as in Megatron-LM the factor counts for a plain rotation too
+    assert latent_softmax_scale(configured(mscale_all_dim=1.0, rope_type="rope")) == latent_softmax_scale(config)
+
+
+def test_positions_are_stretched_from_4096_unless_another_context_is_given():
+    rotary = latent_rotary(configured(), 10000, 0.5)
+    assert rotary.width == 64 and rotary.scaling.original_max_position_embeddings == 4096
+    rotary = latent_rotary(configured(original_max_position_embeddings=512), 10000, 1.0)
+    assert rotary.scaling.original_max_position_embeddings == 512
+    plain = latent_rotary(configured(rope_type="rope"), 500, 0.5)
+    assert (plain.width, plain.base, plain.scaling) == (32, 500.0, None)
+
+
+@pytest.mark.parametrize("sizes", [(12, 6), (6, 12), (8, 8)])
+@pytest.mark.parametrize("softmax_type", ["vanilla", "learnable"])
+def test_heads_of_two_sizes_attend_as_their_formula(sizes, softmax_type):
+    keys, values = sizes
+    config = configured(softmax_type=softmax_type)
+    core = CoreAttention(config, 1, groups=SINGLE_PROCESS, softmax_scale=0.3, k_channels=keys, v_channels=values)
+    torch.manual_seed(1)
+    shapes = [(10, 2, 4, channels) for channels in (keys, keys, values)]
+    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    scores = torch.einsum("sbad,tbad->bast", query, key) * 0.3
+    scores = scores.masked_fill(torch.ones(10, 10, dtype=torch.bool).triu(1), -torch.inf)
+    in_blocks = softmax_type == "learnable"
+    if in_blocks:
+        core.softmax_offset.data.normal_()
+        scores = torch.cat((scores, core.softmax_offset.view(1, 4, 1, 1).expand(2, 4, 10, 1)), -1)
+    expected = torch.einsum("bast,tbae->sbae", scores.softmax(-1)[..., :10], value).flatten(2)
+    found, grad = core(query, key, value), torch.randn(10, 2, 4 * values, dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+    tensors = (query, key, value, *([core.softmax_offset] if in_blocks else []))
+    for mine, theirs in zip(torch.autograd.grad(found, tensors, grad), torch.autograd.grad(expected, tensors, grad)):
+        torch.testing.assert_close(mine, theirs)
+    filled = keys != values and in_blocks
+    assert isinstance(core.form, EqualHeads if filled else RingAttention if in_blocks else WholeSequence)
+    assert (f"heads of {keys} and {values} channels filled up" in core.description) == filled
+
+
+def test_specs_of_a_layer_and_of_a_block_have_it():
+    for spec in (get_gpt_layer_local_spec(multi_latent_attention=True), get_gpt_decoder_block_spec(configured())):
+        layer = getattr(spec, "layer_specs", [spec])[0]
+        assert layer.submodules.self_attention.module is MLASelfAttention
+    slots = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
+    assert "q_layernorm.weight" not in dict(built(slots, configured()))
+    assert "q_layernorm.weight" in dict(built(slots, configured(qk_layernorm=True)))
+    slots.submodules.linear_q_down_proj = None
+    with pytest.raises(AssertionError, match="slot"):
+        built(slots, configured())
+
+
+def built(slots, config):
+    return build_module(slots, config, groups=SINGLE_PROCESS).named_parameters()
+
+
+def test_two_latents_of_one_weight_are_those_of_two():
+    torch.manual_seed(0)
+    sizes = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_layernorm": True}
+    slots = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
+    apart = build_module(slots, configured(**sizes), groups=SINGLE_PROCESS)
+    fused = build_module(slots, configured(**sizes, mla_down_proj_fusion=True), groups=SINGLE_PROCESS)
+    for parameter in apart.parameters():
+        parameter.data.normal_()
+    state = apart.state_dict()
+    parts = [state.pop(f"linear_{name}_down_proj.weight") for name in ("q", "kv")]
+    fused.load_state_dict({**state, "linear_qkv_down_proj.weight": torch.cat(parts)})
+    x = torch.randn(8, 2, 32, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), apart(x))
