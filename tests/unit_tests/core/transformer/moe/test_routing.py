@@ -156,6 +156,11 @@ def test_sinkhorn_chooses_as_the_loop_that_stops(scale):
     assert loads.max() <= top_k(z, 2).flatten().bincount(minlength=8).max()
 
 
+def test_sinkhorn_of_16_bit_logits_is_fp32():
+    z = torch.randn(32, 8).bfloat16()
+    assert torch.equal(sinkhorn_scores(z, SINGLE_PROCESS.tp_cp), sinkhorn_scores(z.float(), SINGLE_PROCESS.tp_cp))
+
+
 def test_sinkhorn_of_large_logits_is_finite():
     assert sinkhorn_scores(torch.tensor([[200.0, -200.0], [300.0, 0.0]]), SINGLE_PROCESS.tp_cp).isfinite().all()
 
