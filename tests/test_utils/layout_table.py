@@ -63,6 +63,7 @@ MODELS = {
     "mla-dropout": f"{DROPOUT} {LATENT} --rope-type rope",  # queries without a rank, no norms of latents
     "mla-fused": f"{LLAMA} {LATENT} {LATENT_YARN} --mla-down-proj-fusion --optimizer sgd --lr 0.3",
     "mla-sinks": f"{LLAMA} {LATENT} {LATENT_YARN} --softmax-type learnable",
+    "mla-experts": f"{LLAMA} {LATENT} {LATENT_YARN} --num-experts 4 --moe-ffn-hidden-size 24",
     "mla-packed": f"{LLAMA} {LATENT} {LATENT_YARN} --reset-position-ids --reset-attention-mask",
     "bf16": f"{DROPOUT} --bf16 --position-embedding-type rope --adam-eps 1e-2",
     "fp16": f"{NO_DROPOUT} --fp16 --loss-scale 256 --swiglu {UNTIED} --decoupled-lr 1e-3 --adam-eps 1e-2",
@@ -325,6 +326,10 @@ LATENTS = {
     "mla-cp2-a2a-packed": ("mla-packed", f"{CP2} --cp-comm-type a2a", 2),
     "mla-cp2-sinks": ("mla-sinks", CP2, 2),
     "mla-cp2-tp2-sp": ("mla-fused", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "mla-ep2-halves": (
+        "mla-experts", "--micro-batch-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+        " --overlap-moe-expert-parallel-comm", 2,
+    ),
     "mla-pp2": ("mla", PP2, 2),
     "mla-pp2-tp2-sp-zero-bubble": ("mla", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
     "mla-zero2-gather": ("mla", f"--micro-batch-size 2 {GATHER}", 2),

@@ -126,5 +126,5 @@ def test_layers_run_in_the_groups_that_were_asked_for():
 def test_incomplete_settings_are_refused():
     with pytest.raises(ValueError, match="recompute_num_layers"):
         layer_runs(RecomputeConfig(recompute_granularity="full"), 2, SINGLE_PROCESS)
-    with pytest.raises(ValueError, match=r"\['moe'\]: choose from core_attn, mlp, layernorm"):
-        recomputed_modules(RecomputeConfig(recompute_granularity="selective", recompute_modules=["moe"]))
+    with pytest.raises(ValueError, match=r"\['mlps'\]: choose from core_attn, mlp, layernorm"):
+        recomputed_modules(RecomputeConfig(recompute_granularity="selective", recompute_modules=["mlps"]))
