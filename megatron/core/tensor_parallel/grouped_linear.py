@@ -115,10 +115,11 @@ GROUPED = GroupedProducts(
 
 
 class GroupedLinear(nn.Module):
-    """``Y[r] = X[r] W[g]^T`` of this rank's experts: [r, i] -> [r, o], without bias (:meth:`add_bias`).
+    """``Y[r] = X[r] W[g]^T + b[g]`` of this rank's experts: [r, i] -> [r, o]; biases with ``add_bias_linear``.
 
     The weight is logically (experts, output size, input size), the experts split over ``ep``; the output size over
-    ``etp``, or with ``splits_input`` the input size, and then outputs are partial sums over ``etp``.
+    ``etp``, or with ``splits_input`` the input size: outputs are then partial sums over ``etp``, with the bias in the
+    first rank's.
     """
 
     weight_gradient_store: WeightGradientStore | None = None
