@@ -26,6 +26,7 @@ from megatron.core.timers import Timers
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.launcher import local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.initialize import (
@@ -121,40 +122,46 @@ class BatchPositionHook(Hook):
         update_num_microbatches(state.consumed_train_samples)
 
 
+_PASSED_ON = ("sample_index", "loss_mask")
+
+
 class ClassicTask(Task):
     """A task made of the functions that an entry script passes."""
 
     def __init__(self, cfg: PretrainConfig, tokenizer: Any, functions: dict[str, Callable]) -> None:
         super().__init__(cfg, tokenizer)
         self.functions = functions
-        self._sample_index: Any = None
+        self._of_batch: dict[str, Any] = {}
         _Current.program = _Program(as_namespace(cfg, tokenizer), tokenizer, self.timers, cfg)
         follow_batch_schedule(cfg, cfg.data_parallel_size)
 
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
-        """The script's model. Dropout masks of a model that can take ``sample_index`` become functions of the data,
-        although such scripts do not pass it on: training resumes bit for bit."""
+        """The script's model. What ours take that such scripts do not pass on, they get: ``sample_index`` makes dropout
+        masks functions of the data, and by ``loss_mask`` losses of experts know the tokens that count."""
         provider = self.functions["model_provider"]
         stage = {"vp_stage": vp_stage} if vp_stage is not None and "vp_stage" in signature(provider).parameters else {}
         model = provider(pre_process=pre_process, post_process=post_process, **stage)
-        if "sample_index" in signature(model.forward).parameters:
-            model.register_forward_pre_hook(self._pass_sample_index, with_kwargs=True)
+        model.register_forward_pre_hook(self._pass_on, with_kwargs=True)
         return model
 
     def hooks(self) -> Sequence[Hook]:
         return [BatchPositionHook(self.cfg)]
 
-    def _pass_sample_index(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if kwargs.get("sample_index") is None and self._sample_index is not None:
-            kwargs = {**kwargs, "sample_index": self._sample_index.to(training_device(), non_blocking=True)}
-        return args, kwargs
+    def _pass_on(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = signature(model.forward)
+        missing = given.parameters.keys() - given.bind_partial(*args, **kwargs).arguments.keys()
+        if not hasattr(model, "check_loss"):  # whatever a mask is to another model
+            missing -= {"loss_mask"}
+        more = {name: value for name, value in self._of_batch.items() if name in missing}
+        return args, {**kwargs, **to_device(more, training_device())}
 
     def _remembering(self, data_iterator: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; the current one's sample indices are kept for the model."""
+        """The same batches; what of the current one the model gets is kept for it."""
         while (batch := next(data_iterator, None)) is not None:
-            self._sample_index = batch.get("sample_index") if isinstance(batch, Mapping) else None
+            known = batch if isinstance(batch, Mapping) else {}
+            self._of_batch = get_batch_on_this_cp_rank({name: known[name] for name in _PASSED_ON if name in known})
             yield batch
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
@@ -163,7 +170,7 @@ class ClassicTask(Task):
 
     def forward_step(self, data_iterator: Any, model: nn.Module) -> tuple[Any, Callable]:
         """The script's forward step."""
-        self._sample_index = None
+        self._of_batch = {}
         batches = None if data_iterator is None else self._remembering(data_iterator)
         return self.functions["forward_step"](batches, model)
 

@@ -51,15 +51,20 @@ def test_the_example_script_trains_like_the_suites_own(flags, own_losses, tmp_pa
     np.testing.assert_allclose(losses(tmp_path), own_losses, rtol=2e-5)
 
 
+EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "2"]
+"""Such a script does not tell the model which tokens count."""
+
+
 @pytest.mark.parametrize(
     "script, ranks, more",
-    [("2024", 2, []), ("2025", 2, ["--reset-attention-mask", "--reset-position-ids"]), ("2025", 1, ["--old-loss"])],
-    ids=["2024", "2025", "old-loss"],
+    [("2024", 2, []), ("2025", 2, ["--reset-attention-mask", "--reset-position-ids"]), ("2025", 1, ["--old-loss"]),
+     ("2024", 2, EXPERTS)],
+    ids=["2024", "2025", "old-loss", "experts"],
 )
 def test_scripts_of_earlier_years_run_as_they_are(flags, own_losses, tmp_path, gloo_pool, script, ranks, more):
     argv = flags + NO_DROPOUT + ["--make-vocab-size-divisible-by", "64", "--save", str(tmp_path / "script")]
     launch(f"tests/functional_tests/scripts/pretrain_classic_{script}.py", argv + more, ranks)
-    if "--reset-attention-mask" in more:
+    if more and more != ["--old-loss"]:
         gloo_pool.run(train, 1, argv[:-1] + [str(tmp_path / "own")] + more)
         own_losses = losses(tmp_path / "own")
     np.testing.assert_allclose(losses(tmp_path / "script"), own_losses, rtol=2e-5)

@@ -124,3 +124,8 @@ def depends_on_micro_batch(config: MoEConfig) -> bool:
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
     balances = any(kind == "sinkhorn" or (kind == "aux_loss" and coefficient) for kind, coefficient in kinds)
     return balances or config.moe_expert_capacity_factor is not None
+
+
+def has_side_losses(config: MoEConfig) -> bool:
+    """Whether routers have losses of their own."""
+    return config.num_moe_experts is not None and bool(any(config.moe_aux_loss_coeff) or config.moe_z_loss_coeff)

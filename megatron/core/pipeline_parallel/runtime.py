@@ -118,7 +118,10 @@ class PipelineRun:
             kept = loss_func(output, non_loss_data=True)
             self.results.append(MicroBatchResult(num_tokens=torch.zeros(()), non_loss=kept))
             return None
-        loss, num_tokens, logged = split_loss(loss_func(output))
+        returned = loss_func(output)
+        loss, num_tokens, logged = split_loss(returned)
+        if self.schedule.has_backward:
+            check_loss(self.work.chunks[-1], num_tokens if len(returned) == 3 else None)
         self.results.append(MicroBatchResult(num_tokens=num_tokens, logged=logged))
         return loss if self.work.loss_transform is None else self.work.loss_transform(loss)
 
@@ -190,3 +193,10 @@ def set_loss_scale(chunk: nn.Module, transform: Callable[[Tensor], Tensor] | Non
     if transform is not None and hasattr(model, "set_loss_scale"):
         one = torch.ones((), dtype=torch.float64, device=next(model.parameters()).device)
         model.set_loss_scale(transform(one))
+
+
+def check_loss(chunk: nn.Module, num_tokens: Tensor | None) -> None:
+    """Tells a model with losses of its own how many tokens the main loss sums up; None: it is a mean."""
+    model: Any = unwrapped(chunk)
+    if hasattr(model, "check_loss"):
+        model.check_loss(num_tokens)

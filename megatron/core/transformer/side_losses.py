@@ -21,7 +21,7 @@ class SideLosses(NamedTuple):
 
     tokens_b: Tensor
     """fp32 [b]: tokens of each whole sequence, those of all tensor- and context-parallel ranks, whose loss counts.
-    Where the main loss is a mean over the micro-batch they sum to 1."""
+    Where the main loss is a mean over this rank's tokens they sum to the number of context-parallel ranks."""
     scale: Tensor
     """0-d: what the main loss is multiplied by before its backward pass."""
 

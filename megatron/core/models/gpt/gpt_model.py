@@ -17,6 +17,7 @@ from megatron.core.attention.context_parallel import zigzag
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.config.errors import UserError
+from megatron.core.config.moe import has_side_losses
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import ProcessGroups
@@ -108,6 +109,8 @@ class GPTModel(MegatronModule):
         """Over which ranks the residual stream's positions are split."""
         self._input_tensor: Tensor | None = None
         self._loss_scale: Tensor | None = None
+        self._masked_tokens: Tensor | None = None
+        self._loss_is_checked = False
         self._forward_calls = 0
         self.rotary_pos_emb = _rotary(
             config, position_embedding_type, max_sequence_length, rotary_percent, rotary_base,
@@ -191,15 +194,33 @@ class GPTModel(MegatronModule):
         """What the main loss is multiplied by before its backward pass (0-d; None: 1), for losses inside the model."""
         self._loss_scale = scale
 
+    def check_loss(self, num_tokens: Tensor | None) -> None:
+        """Refuses a main loss beside which losses inside the model would have a wrong weight. ``num_tokens``: how many
+        it sums up; None: it is a mean. Of the first micro-batch alone, as the host waits for the device."""
+        if self._loss_is_checked or not has_side_losses(self.config):
+            return
+        self._loss_is_checked, told = True, self._masked_tokens
+        if num_tokens is None and told is None:
+            return
+        if num_tokens is None or told is None or float(num_tokens) != float(told):
+            have = "a mean" if num_tokens is None else f"a sum over {float(num_tokens):g} tokens"
+            want = "none, as of a mean" if told is None else f"that of {float(told):g} tokens"
+            raise UserError(
+                f"losses of experts would have a wrong weight: loss_func returns {have}, and the model's loss_mask was "
+                f"{want}; pass the mask of this rank's tokens, which the sum is over, or for a mean loss_mask=None"
+            )
+
     def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> SideLosses | None:
-        """With a ``loss_mask`` the main loss is taken for a sum over the tokens that count, else for a mean."""
+        """With a ``loss_mask`` the main loss is taken for a sum over the tokens that count, else for a mean over those
+        of this rank."""
+        self._masked_tokens = None if loss_mask is None else loss_mask.sum()
         if not self._has_side_losses or not self.training or not torch.is_grad_enabled():
             return None
         scale = self._loss_scale
         if scale is None:
             scale = torch.ones((), device=device)
         if loss_mask is None:
-            return SideLosses(torch.full((batch,), 1 / batch, device=device), scale)
+            return SideLosses(torch.full((batch,), self.groups.cp.size / batch, device=device), scale)
         tokens = loss_mask.sum(1, dtype=torch.float32)
         if self.groups.cp.size > 1:
             dist.all_reduce(tokens, group=self.groups.cp.handle)

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.moe import depends_on_micro_batch
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
@@ -51,6 +52,8 @@ class MoELayer(nn.Module):
         self, config: TransformerConfig, submodules: MoESubmodules, layer_number: int = 1, *, groups: ProcessGroups
     ) -> None:
         super().__init__()
+        if groups.tp.size > 1 and not config.sequence_parallel:  # else every rank would route and count the same tokens
+            raise UserError("num_moe_experts with tensor parallelism needs sequence_parallel")
         self.router = build_module(submodules.router, config, layer_number=layer_number, groups=groups)
         kind = GroupedExperts if config.moe_fusion else SequentialExperts
         self.experts = build_module(submodules.experts or kind, config, groups=groups)
