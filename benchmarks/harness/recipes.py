@@ -50,6 +50,8 @@ CHOICES = (
     Choice("qwen3_moe/qwen3_30b_a3b", "80 GB", like="qwen3-moe-ep2"),
     Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 PP=1", like="qwen3-moe-ep2"),
     Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 GPUS_PER_NODE=4 PP=1 EP=4", PRECISION_AWARE, "qwen3-moe-ep2"),
+    Choice("deepseek_v3/deepseek_v3_671b", "80 GB"),
+    Choice("deepseek_v3/deepseek_v3_671b", "141 GB", "NNODES=32 EP=16"),
 )
 
 

@@ -19,6 +19,7 @@ PARAMETERS = {
     "train_llama3_70b": 70_553_706_496,
     "train_mixtral_8x7b_distributed": 46_702_792_704,
     "train_qwen3_30b_a3b": 30_532_122_624,
+    "train_deepseek_v3_671b": 682_636_472_320,  # 671,026,404,352 and the layer of multi-token prediction
 }
 SMALL = {
     "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "32",
@@ -28,7 +29,9 @@ SMALL = {
 SMALLER = {
     "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
     "--lr-decay-samples": "8", "--lr-warmup-samples": "4", "--lr-warmup-iters": "1",
-    "--kv-channels": "16", "--num-experts": "8", "--moe-ffn-hidden-size": "32",
+    "--kv-channels": "16", "--num-experts": "16", "--moe-ffn-hidden-size": "32",
+    "--moe-shared-expert-intermediate-size": "32", "--moe-layer-freq": "1", "--q-lora-rank": "24", "--kv-lora-rank": "16",
+    "--qk-head-dim": "8", "--qk-pos-emb-head-dim": "4", "--v-head-dim": "8",
 }  # fmt: skip
 """Sizes that only some recipes give."""
 
