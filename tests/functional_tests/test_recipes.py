@@ -30,8 +30,8 @@ SMALLER = {
     "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
     "--lr-decay-samples": "8", "--lr-warmup-samples": "4", "--lr-warmup-iters": "1",
     "--kv-channels": "16", "--num-experts": "16", "--moe-ffn-hidden-size": "32",
-    "--moe-shared-expert-intermediate-size": "32", "--moe-layer-freq": "1", "--q-lora-rank": "24", "--kv-lora-rank": "16",
-    "--qk-head-dim": "8", "--qk-pos-emb-head-dim": "4", "--v-head-dim": "8",
+    "--moe-shared-expert-intermediate-size": "32", "--moe-layer-freq": "1", "--q-lora-rank": "24",
+    "--kv-lora-rank": "16", "--qk-head-dim": "8", "--qk-pos-emb-head-dim": "4", "--v-head-dim": "8",
 }  # fmt: skip
 """Sizes that only some recipes give."""
 
