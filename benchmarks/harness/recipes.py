@@ -32,6 +32,7 @@ class Choice:
 
 
 PRECISION_AWARE = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+MIXTRAL, QWEN3 = (f"{row}-ep2 with quack-kernels and flash-attn-4" for row in ("mixtral", "qwen3-moe"))
 CHOICES = (
     Choice("gpt3/gpt3_175b_distributed", "80 GB", like="tp4-sp-overlap"),
     Choice("gpt3/gpt3_175b_distributed", "80 GB", "NNODES=8 PP=8", like="tp4-sp-overlap"),
@@ -44,14 +45,14 @@ CHOICES = (
     Choice("llama/llama3_70b", "80 GB", like="tp4-sp-overlap"),
     Choice("llama/llama3_70b", "80 GB", "NNODES=4 TP=8 PP=2", like="tp4-sp-overlap"),
     Choice("llama/llama3_70b", "141 GB", "NNODES=2 TP=8 PP=2", like="tp4-sp-overlap"),
-    Choice("mixtral/mixtral_8x7b_distributed", "80 GB", like="mixtral-ep2"),
-    Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=2 PP=2", like="mixtral-ep2"),
-    Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=1 PP=1", PRECISION_AWARE, like="mixtral-ep2"),
-    Choice("qwen3_moe/qwen3_30b_a3b", "80 GB", like="qwen3-moe-ep2"),
-    Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 PP=1", like="qwen3-moe-ep2"),
-    Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 GPUS_PER_NODE=4 PP=1 EP=4", PRECISION_AWARE, "qwen3-moe-ep2"),
+    Choice("mixtral/mixtral_8x7b_distributed", "80 GB", like=MIXTRAL),
+    Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=2 PP=2", like=MIXTRAL),
+    Choice("mixtral/mixtral_8x7b_distributed", "141 GB", "NNODES=1 PP=1", PRECISION_AWARE, like=MIXTRAL),
+    Choice("qwen3_moe/qwen3_30b_a3b", "80 GB", like=QWEN3),
+    Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 PP=1", like=QWEN3),
+    Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 GPUS_PER_NODE=4 PP=1 EP=4", PRECISION_AWARE, QWEN3),
     Choice("deepseek_v3/deepseek_v3_671b", "80 GB"),
-    Choice("deepseek_v3/deepseek_v3_671b", "141 GB", "NNODES=32 EP=16"),
+    Choice("deepseek_v3/deepseek_v3_671b", "80 GB", "NNODES=32 EP=16"),
 )
 
 

@@ -32,6 +32,6 @@ TRAINING=(  # 14.8 T tokens
     --micro-batch-size "${MBS:-1}" --global-batch-size "${GBS:-15360}" --train-iters 235240
     --lr 2.2e-4 --min-lr 2.2e-5 --lr-decay-style cosine --lr-warmup-iters 2000
     --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --clip-grad 1.0
-    --recompute-granularity selective --recompute-modules layernorm mlp moe mla_up_proj
+    --recompute-granularity selective --recompute-modules layernorm mlp moe core_attn mla_up_proj
 )
 launch pretrain_gpt.py "${MODEL[@]}" "${ATTENTION[@]}" "${EXPERTS[@]}" "${PREDICTION[@]}" "${TRAINING[@]}" "$@"
