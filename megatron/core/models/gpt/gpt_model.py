@@ -5,6 +5,7 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -202,7 +203,7 @@ class GPTModel(MegatronModule):
         self._loss_is_checked, told = True, self._masked_tokens
         if num_tokens is None and told is None:
             return
-        if num_tokens is None or told is None or float(num_tokens) != float(told):
+        if num_tokens is None or told is None or not math.isclose(float(num_tokens), float(told), rel_tol=1e-3):
             have = "a mean" if num_tokens is None else f"a sum over {float(num_tokens):g} tokens"
             want = "none, as of a mean" if told is None else f"that of {float(told):g} tokens"
             raise UserError(
