@@ -7,6 +7,7 @@ end).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,10 +68,11 @@ class _Conjugate(torch.autograd.Function):
 
 
 def _operator(forward: Collective, backward: Collective) -> Collective:
-    def apply(x: Tensor, group: Group) -> Tensor:
-        return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
+    return partial(_conjugate, forward=forward, backward=backward)  # which can be pickled with the layers that hold it
 
-    return apply
+
+def _conjugate(x: Tensor, group: Group, *, forward: Collective, backward: Collective) -> Tensor:
+    return x if group.size == 1 else _Conjugate.apply(x, group, forward, backward)
 
 
 copy_to_tensor_model_parallel_region = _operator(identity, all_reduce_sum)

@@ -274,3 +274,15 @@ def test_a_description_of_experts_equals_the_model_that_is_built(gloo_pool, name
     }
     for found in gloo_pool.run(partial(as_built, **grid), max(tp, ep * etp), overrides, options):
         assert {key: found[key] for key in sorted(found)} == {key: expected[key] for key in sorted(expected)}
+
+
+def test_context_parallel_attention_keeps_its_output_in_the_ring_s_order_too():
+    kept = {}
+    for ranks in (1, 2):
+        config = TransformerConfig(
+            num_layers=1, hidden_size=32, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0, bf16=True,
+            context_parallel_size=ranks,
+        )  # fmt: skip
+        (core,) = (op for op in described(config, 50, 16).layers[0][0].ops if op.kind == "attention")
+        kept[ranks] = sum(each.bytes for each in core.saved)
+    assert kept == {1: 4 * 4, 2: 4 * 4 + 32 * 2}

@@ -17,10 +17,12 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.random.dropout import Dropout, DropoutCoordinates, NoDropout, make_dropout
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import Normal, XavierUniform
+from megatron.core.transformer.branch import takes_context
 from megatron.core.transformer.initial_values import embedding_init, output_weight_init, weight_init
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norm import L2Norm, make_norm
@@ -275,3 +277,13 @@ def test_initial_values_follow_from_the_configuration(fields, reading, writing, 
     """Two layers: what writes into the residual stream has a standard deviation of half of that."""
     config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, **fields)
     assert (weight_init(config), output_weight_init(config), embedding_init(config)) == (reading, writing, embedding)
+
+
+def test_a_mixer_is_given_what_its_signature_takes():
+    assert takes_context(lambda x, ctx: x) and takes_context(lambda x, *rest: x) and not takes_context(lambda x: x)
+
+
+def test_word_embeddings_are_padded_to_128_rows():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    embedding = LanguageModelEmbedding(config, 100, 4, learned_positions=False, groups=SINGLE_PROCESS)
+    assert embedding.word_embeddings.weight.shape == (128, 8)
