@@ -379,7 +379,8 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
     "cut-pp2", "cut-pp2-untied", "cut-pp2-llama", "cut-pp4", "cut-pp4-zero-bubble",
     "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp", "sinks-zero2-cp2", "sinks-pp2-vpp-recompute",
     "mtp-tp2", "mtp-cp2", "mtp-pp2", "mtp-pp2-untied", "mtp-pp2-packed-zero-bubble", "mtp-pp4-layout",
-    "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2",
+    "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2", "mtp-dp2-zero2", "mtp-pp2-vpp-zero2-gather",
+    "sinks-cp2-a2a", "off-by-one-cp2-packed", "mla-tp2-sp", "mla-cp2", "mla-zero2-tp2", "mla-recompute-tp2-sp",
     "mla-tp2", "mla-tp2-sp-dropout", "mla-cp2-dropout", "mla-cp2-allgather", "mla-pp2", "mla-zero2-gather", "mla-fsdp2",
     "mla-cp2-tp2-sp",
 }  # fmt: skip
@@ -392,5 +393,6 @@ EXTENDED_THROUGH_COPY_ENGINES = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",
     "cut-pp4-zero-bubble", "cut-pp2-vpp-zero-bubble", "mla-pp2-tp2-sp-zero-bubble", "mla-recompute-up-pp2-zero-bubble",
+    "mtp-pp2-packed-zero-bubble", "mtp-pp2-vpp-zero2-gather", "sinks-pp2-vpp-recompute",
 }  # fmt: skip
 """The same of the rows through copy engines."""
