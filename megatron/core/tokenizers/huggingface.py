@@ -200,7 +200,7 @@ def _locate(path: str | None) -> Path:
             "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model: a tokenizer.json or a folder holding one"
         )
     found = Path(path)
-    if not found.exists():
+    if not os.path.exists(found):  # Path.exists raises where a name is too long
         raise UserError(
             f"--tokenizer-model {path}: no such file or folder. Names on a model hub are not downloaded; "
             "save the tokenizer to a folder first and give that folder"

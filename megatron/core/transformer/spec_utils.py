@@ -74,8 +74,8 @@ def import_module(module_path: str | Sequence[str]) -> Any:
         ValueError: there is no such module or name in it.
     """
     parts = [module_path] if isinstance(module_path, str) else list(module_path)
-    home, name = (parts[0], parts[1]) if len(parts) == 2 else parts[0].rpartition(".")[::2]
+    home, name = parts if len(parts) == 2 else ".".join(parts).rpartition(".")[::2]
     try:
         return getattr(importlib.import_module(home), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # TypeError: a name that begins with a dot
         raise UserError(f"--spec {' '.join(parts)}: {error}; give a module and a name in it") from error

@@ -272,6 +272,11 @@ def test_lone_surrogates_are_refused(tokenizers):
                 tokenizers[kind][0].tokenize("a\ud800b")
 
 
+def test_a_name_too_long_for_a_file_is_no_file():
+    with pytest.raises(ValueError, match="no such file or folder"):
+        build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model="x" * 5000))
+
+
 def test_a_missing_library_names_the_flag_and_the_fix():
     with pytest.raises(ValueError, match=r"--tokenizer-type X needs the package 'no_such_library'.*pip install"):
         require("no_such_library", "--tokenizer-type X")

@@ -222,6 +222,9 @@ def test_layout_contradiction_is_named(text, world_size, problem):
 
 def test_layers_of_your_own_that_are_not_there_are_refused():
     assert problems("--spec a b", 1) == ["--spec a b: No module named 'a'; give a module and a name in it"]
+    for odd in ("../../..", "x", "a b c"):
+        (problem,) = problems(f"--spec {odd}", 1)
+        assert problem.startswith(f"--spec {odd}: ") and problem.endswith("; give a module and a name in it")
     assert not problems("--spec tests.test_utils.gated_recurrence mixed_layers", 1) + problems("--spec local", 1)
 
 
