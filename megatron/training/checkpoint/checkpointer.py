@@ -8,6 +8,7 @@ exact is refused.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -334,9 +335,9 @@ def tokenizer_files(cfg: PretrainConfig) -> dict[str, Path]:
     """Files of the tokenizer that are copied along: ``tokenizer/<name>`` -> path."""
     files: list[Path] = []
     for value in (cfg.tokenizer_model, cfg.vocab_file, cfg.merge_file):
-        path = Path(value) if value else None
-        if path is not None and path.is_dir():
-            files += [p for p in sorted(path.iterdir()) if p.suffix in (".json", ".model", ".txt", ".tiktoken")]
-        elif path is not None and path.is_file():
-            files.append(path)
+        # not Path's own questions, which raise where a name is too long for a file
+        if value and os.path.isdir(value):
+            files += [p for p in sorted(Path(value).iterdir()) if p.suffix in (".json", ".model", ".txt", ".tiktoken")]
+        elif value and os.path.isfile(value):
+            files.append(Path(value))
     return {name: path for path in files if ASSET_NAME.fullmatch(name := f"tokenizer/{path.name}")}

@@ -201,6 +201,8 @@ def test_tokenizer_files_travel_along(tmp_path):
     run = Run(settings(tmp_path / "c", tokenizer_model=str(tokenizer))).train(1)
     run.save()
     assert (tmp_path / "c/iter_0000001/tokenizer/tokenizer.json").read_text() == '{"vocab": {}}'
+    Run(settings(tmp_path / "d", tokenizer_model="x" * 5000)).train(1).save()  # no file can have that name
+    assert not (tmp_path / "d/iter_0000001/tokenizer").exists()
 
 
 def test_no_checkpoint_code_can_unpickle():
