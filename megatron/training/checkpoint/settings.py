@@ -84,7 +84,7 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     """All settings of the run that wrote the checkpoint which ``--load load_dir --ckpt-step step`` means."""
     found = find_checkpoint(load_dir, step)
     if found is None:
-        raise CheckpointError(f"--use-checkpoint-args: {load_dir} holds no checkpoint to take them from; check --load")
+        raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
     path = os.path.join(found.directory, MANIFEST)
     args = read_manifest(found.directory)["objects"].get("args")
     if not isinstance(args, dict):
