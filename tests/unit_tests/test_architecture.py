@@ -25,6 +25,7 @@ CORE = {
     "sharding": "config groups random",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups sharding",
+    "export": "config dist_checkpointing sharding",
     "distributed": "config dist_checkpointing groups parallel_state sharding",
     "tensor_parallel": "config extensions fusions groups parallel_state random sharding",
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",
@@ -90,7 +91,7 @@ MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
-MAX_LIBRARY_LINES = 38_000  # all of them counted
+MAX_LIBRARY_LINES = 41_500  # all of them counted
 MAX_ENTRY_LINES = 60
 OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
                          "megatron/core/tokenizers/", "megatron/training/hooks/")
