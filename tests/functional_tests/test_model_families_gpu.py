@@ -1,0 +1,62 @@
+"""Shapes of DeepSeek-V3 and GPT-OSS: a run on a GPU, through its kernels, has the losses of the same run on a CPU."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.test_utils.gpt_runs import losses, write_dataset
+
+pytestmark = pytest.mark.gpu
+
+COMMON = (
+    "--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256"
+    " --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --ffn-hidden-size 512"
+    " --micro-batch-size 2 --global-batch-size 4 --train-iters 8 --lr 3e-4 --seed 5 --log-interval 1 --split 100,0,0"
+    " --tokenizer-type NullTokenizer --vocab-size 128 --eval-iters 0 --hidden-dropout 0 --attention-dropout 0"
+)
+FAMILIES = {
+    "deepseek-v3": (
+        "--swiglu --multi-latent-attention --q-lora-rank 96 --kv-lora-rank 64 --qk-head-dim 64 --qk-pos-emb-head-dim 32"
+        " --v-head-dim 64 --qk-layernorm --position-embedding-type rope --mtp-num-layers 1 --num-experts 8"
+        " --moe-router-topk 2 --moe-layer-freq [0,1,1] --moe-ffn-hidden-size 256 --moe-router-score-function sigmoid"
+        " --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-enable-expert-bias --moe-grouped-gemm"
+        " --moe-router-topk-scaling-factor 2.5 --moe-shared-expert-intermediate-size 256 --moe-shared-expert-overlap"
+        " --moe-token-dispatcher-type alltoall --moe-router-dtype fp32 --moe-router-load-balancing-type seq_aux_loss"
+    ),
+    "gpt-oss": (
+        "--quick-geglu --activation-func-clamp-value 7 --glu-linear-offset 1 --group-query-attention"
+        " --num-query-groups 2 --num-experts 8 --moe-router-topk 4 --softmax-type learnable --window-size 63,0"
+        " --window-attn-skip-freq 2 --position-embedding-type yarn --rotary-scaling-factor 8 --moe-grouped-gemm"
+        " --yarn-original-max-position-embeddings 32 --no-yarn-correction-range-round-to-int"
+        " --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 1e-3"
+    ),
+    "qwen3-moe": (
+        "--swiglu --qk-layernorm --kv-channels 64 --position-embedding-type rope --group-query-attention"
+        " --num-query-groups 2 --num-experts 16 --moe-router-topk 8 --moe-ffn-hidden-size 128 --moe-grouped-gemm"
+        " --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.01 --moe-permute-fusion"
+    ),
+}
+
+
+def run(data, folder, family, *flags, gpu):
+    argv = [*COMMON.split(), *FAMILIES[family].split(), "--data-path", str(data), "--save", str(folder), *flags]
+    environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "pretrain_gpt.py", *argv], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return np.array(losses(folder))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_gpu_has_the_losses_of_a_cpu(tmp_path, family):
+    data = write_dataset(tmp_path / "numbers")
+    expected = run(data, tmp_path / "cpu", family, gpu=False)
+    exact = run(data, tmp_path / "gpu", family, gpu=True)
+    half = run(data, tmp_path / "half", family, "--bf16", gpu=True)
+    assert expected[-1] < expected[0] - 0.1  # it learns, so that wrong gradients would show
+    np.testing.assert_allclose(exact, expected, rtol=2e-4)
+    np.testing.assert_allclose(half, expected, rtol=2e-2)
