@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest, rectangle_of
 from megatron.core.groups.process_groups import Group
 from megatron.core.sharding.rectangles import Rectangle
-from megatron.core.sharding.sharded_tensor import DTYPES, ShardedTensor
+from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
 
 MAX_ASSET_BYTES = 2**31
 _LISTED = 40
@@ -51,7 +51,7 @@ def load(
 
 
 def load_from(
-    reader: CheckpointReader, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
+    reader: Source, sharded_state_dict: Mapping[str, ShardedTensor], *, allow_unused: Iterable[str] = (),
     group: Group,
 ) -> dict[str, Tensor]:  # fmt: skip
     """:func:`load` from an opened checkpoint."""
@@ -76,6 +76,31 @@ def load_from(
 
     together(fill, group)
     return {key: tensor.local for key, tensor in sharded_state_dict.items()}
+
+
+def misfits(stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]], wanted: Iterable[ShardedTensor]) -> list[str]:
+    """Names that are not among ``stored`` (name -> shape and dtype), or in another shape or kind of number."""
+    problems = []
+    for tensor in wanted:
+        shape, dtype = stored.get(tensor.name, (None, tensor.local.dtype))
+        if shape is None:
+            problems.append(f"{tensor.name} is missing")
+        elif shape != tuple(tensor.global_shape):
+            problems.append(f"{tensor.name} has shape {list(shape)}, expected {list(tensor.global_shape)}")
+        elif dtype.is_floating_point != tensor.local.dtype.is_floating_point:
+            problems.append(f"{tensor.name} holds {DTYPE_NAMES[dtype]}, expected {tensor.local.dtype}")
+    return problems
+
+
+class Source(Protocol):
+    """What :func:`load_from` reads from: a checkpoint, or the tensors of another format."""
+
+    directory: Path
+
+    @property
+    def names(self) -> list[str]: ...
+    def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]: ...
+    def read_into(self, tensor: ShardedTensor) -> None: ...
 
 
 def together_reader(checkpoint_dir: str | os.PathLike, group: Group) -> CheckpointReader:
@@ -109,16 +134,8 @@ class CheckpointReader:
 
     def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
         """Names that are not stored, or in another shape or kind of number."""
-        problems = []
-        for tensor in tensors:
-            entry = self.manifest["tensors"].get(tensor.name)
-            if entry is None:
-                problems.append(f"{tensor.name} is missing")
-            elif tuple(entry["shape"]) != tuple(tensor.global_shape):
-                problems.append(f"{tensor.name} has shape {entry['shape']}, expected {list(tensor.global_shape)}")
-            elif DTYPES[entry["dtype"]].is_floating_point != tensor.local.dtype.is_floating_point:
-                problems.append(f"{tensor.name} holds {entry['dtype']}, expected {tensor.local.dtype}")
-        return problems
+        entries = self.manifest["tensors"].items()
+        return misfits({name: (tuple(each["shape"]), DTYPES[each["dtype"]]) for name, each in entries}, tensors)
 
     def read(self, name: str) -> Tensor:
         """A whole global tensor."""

@@ -84,10 +84,11 @@ def save(
             if not group.is_first:
                 return
             top = {"run_id": run_id, "world_size": group.size, "objects": objects or {}}
-            top["assets"] = {name: _copy(Path(source), temporary / name) for name, source in (assets or {}).items()}
+            copies = (assets or {}).items()
+            top["assets"] = {name: copy_asset(Path(source), temporary / name) for name, source in copies}
             manifest = _merge(written, dict(shapes), top)
             fault("before_manifest")
-            _write_file(temporary / MANIFEST, encode(manifest))
+            write_file(temporary / MANIFEST, encode(manifest))
             fsync_directory(temporary)
             fault("before_rename")
             _publish(temporary, final, fault)
@@ -223,18 +224,19 @@ def _write_blocks(file: BinaryIO, tensor: Tensor) -> list[int]:
     return checksums
 
 
-def _write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
+    """A new file, durable."""
     with open(path, "xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _copy(source: Path, target: Path) -> dict[str, int]:
+def copy_asset(source: Path, target: Path) -> dict[str, int]:
     """Copies an asset; its manifest entry."""
     data = source.read_bytes()
     target.parent.mkdir(exist_ok=True)
-    _write_file(target, data)
+    write_file(target, data)
     fsync_directory(target.parent)
     return {"bytes": len(data), "crc32": zlib.crc32(data)}
 
@@ -244,7 +246,7 @@ def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> N
     temporary = path.with_name(f".{path.name}{TEMPORARY}{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
-        _write_file(temporary, data)
+        write_file(temporary, data)
         fault("before_tracker_rename")
         os.replace(temporary, path)
         fsync_directory(path.parent)

@@ -1,0 +1,158 @@
+"""This project's own checkpoints as a format among others, and plain safetensors under its names."""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.files import read_regular_file
+from megatron.core.dist_checkpointing.manifest import FORMAT, FORMAT_VERSION, MANIFEST, encode
+from megatron.core.dist_checkpointing.reader import CheckpointReader, misfits
+from megatron.core.dist_checkpointing.writer import copy_asset, write_file
+from megatron.core.export.files import MAX_FILE_BYTES, Target, in_files, read_safetensors
+from megatron.core.export.interchange import Interchange
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.core.sharding.rectangles import Rectangle
+from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
+
+SETTINGS = "settings.json"
+INDEX = "model.safetensors.index.json"
+
+
+def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
+    """``…/iter_0001000``: weights, optimizer state, objects. Every block is checked against its checksum when read."""
+    reader = CheckpointReader(checkpoint_dir)
+    args = reader.objects.get("args")
+    tensors = {
+        name: LazyTensor(reader.shape(name), DTYPES[reader.manifest["tensors"][name]["dtype"]],
+                         partial(reader.read, name))
+        for name in reader.names if not name.startswith("rng.")
+    }  # fmt: skip
+    assets = {name: reader.directory / name for name in reader.manifest["assets"]}
+    return Interchange(dict(args) if isinstance(args, dict) else {}, tensors, dict(reader.objects), assets)
+
+
+def save_native(
+    interchange: Interchange, target: Target, name: str, objects: Mapping[str, Any], *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:  # fmt: skip
+    """Write the checkpoint directory ``name`` below ``target``, with the JSON ``objects``, in files of bounded size.
+
+    Goes on where an earlier attempt ended. Tensors are read one at a time.
+    """
+    folder = target.folder / name
+    folder.mkdir(exist_ok=True)
+    files: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
+    for stem in dict.fromkeys(key.partition(".")[0] for key in interchange.tensors):
+        members = {key: tensor for key, tensor in interchange.tensors.items() if key.partition(".")[0] == stem}
+        for number, group in enumerate(in_files(members, max_file_bytes)):
+            file = f"{stem}_{number:05d}.safetensors"
+            entry = target.write(f"{name}/{file}", group, {"format": "pt"})
+            files[file] = {key: entry[key] for key in ("bytes", "header_bytes", "header_crc32")}
+            for key, tensor in group.items():
+                tensors[key] = _stored(key, tensor, file, *entry["tensors"][key])
+    manifest = {
+        "format": FORMAT, "format_version": FORMAT_VERSION, "run_id": uuid.uuid4().hex, "world_size": 1,
+        "objects": dict(objects), "files": files, "tensors": tensors,
+        "assets": {asset: copy_asset(source, folder / asset) for asset, source in interchange.assets.items()},
+    }  # fmt: skip
+    write_file(folder / MANIFEST, encode(manifest))
+
+
+def _stored(key: str, tensor: LazyTensor, file: str, start: int, blocks: list[int]) -> dict[str, Any]:
+    """The manifest's entry of a tensor that is in one piece."""
+    shape, chunk = list(tensor.shape), {"offsets": [0] * len(tensor.shape), "shape": list(tensor.shape)}
+    chunks = [{**chunk, "file": file, "key": key, "start": start, "crc32": blocks}] if 0 not in shape else []
+    return {"shape": shape, "dtype": DTYPE_NAMES[tensor.dtype], "chunks": chunks}
+
+
+def load_safetensors(folder: str | os.PathLike) -> Interchange:
+    """A file, or a folder of files (all of them, or those of its index), under this project's names; settings from
+    ``settings.json`` where there is one.
+
+    Raises:
+        CheckpointError: no such file, a shard that is missing, a name twice.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        return Interchange({}, read_safetensors(folder))
+    tensors: dict[str, LazyTensor] = {}
+    weight_map = _json(folder / INDEX).get("weight_map")
+    if weight_map is not None and not isinstance(weight_map, dict):
+        raise CheckpointDamagedError(f"{folder / INDEX}: weight_map is not a table")
+    names = sorted(set(weight_map.values()) if weight_map else {path.name for path in folder.glob("*.safetensors")})
+    if not names:
+        raise CheckpointError(f"{folder}: holds no *.safetensors")
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointDamagedError(f"{folder}: the shard {name!s:.80} that {INDEX} names is missing")
+        found = read_safetensors(folder / name)
+        if twice := found.keys() & tensors.keys():
+            raise CheckpointDamagedError(f"{folder / name}: {min(twice)} is in another file too")
+        tensors |= found
+    if weight_map and (missing := weight_map.keys() - tensors.keys()):
+        raise CheckpointDamagedError(f"{folder}: {min(missing)} is not in {weight_map[min(missing)]}, as {INDEX} says")
+    return Interchange(_json(folder / SETTINGS), tensors)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(read_regular_file(path, 2**30, follow=True))
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointDamagedError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointDamagedError(f"{path}: not a table")
+    return value
+
+
+def save_safetensors(interchange: Interchange, target: Target, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Plain safetensors in files of bounded size with an index, under this project's names, and ``settings.json``."""
+    groups = in_files(interchange.tensors, max_file_bytes)
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        target.write(file, group, {"format": "pt"})
+        weight_map |= dict.fromkeys(group, file)
+    write_file(target.folder / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2).encode())
+    write_file(target.folder / SETTINGS, json.dumps(interchange.settings, indent=2, sort_keys=True).encode())
+
+
+class InterchangeReader:
+    """Reads rectangles out of the tensors of an :class:`Interchange`, as ``CheckpointReader`` does out of a checkpoint.
+
+    One whole tensor at a time is in memory; rectangles of the same tensor one after another read it once.
+    """
+
+    def __init__(self, interchange: Interchange, directory: str | os.PathLike) -> None:
+        self.tensors, self.directory = interchange.tensors, Path(directory)
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Tensors that there are."""
+        return sorted(self.tensors)
+
+    def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
+        """Names that are not there, or in another shape or kind of number."""
+        return misfits({name: (tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()}, tensors)
+
+    @torch.no_grad()
+    def read_into(self, tensor: ShardedTensor) -> None:
+        """Fill ``tensor.local``."""
+        if self._last is None or self._last[0] != tensor.name:
+            self._last = (tensor.name, self.tensors[tensor.name].read())
+        local = tensor.local.detach()
+        local.copy_(Rectangle(tensor.offsets, tuple(local.shape)).of(self._last[1]))
