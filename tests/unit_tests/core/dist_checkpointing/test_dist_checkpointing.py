@@ -244,7 +244,7 @@ def test_saving_again_replaces_and_a_failure_keeps_the_old_one(saved, monkeypatc
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer_module, "_write_file", no_space)
+        patch.setattr(writer_module, "write_file", no_space)
         with pytest.raises(CheckpointWriteError, match="No space left"):
             save_state(new, saved)
     CheckpointReader(saved).verify()
