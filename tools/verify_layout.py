@@ -30,6 +30,7 @@ if str(ROOT) not in sys.path:  # run as a program from anywhere
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from megatron.core.config.cli import ConfigError  # noqa: E402
+from megatron.core.config.moe import expert_tensor_ranks  # noqa: E402
 from megatron.core.config.optimizer import MixedPrecisionConfig  # noqa: E402
 from megatron.core.config.tokenizer import TokenizerConfig  # noqa: E402
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size  # noqa: E402
@@ -41,7 +42,6 @@ from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
 from megatron.training.config.training import ProfilingConfig  # noqa: E402
 from megatron.training.config.validation import ValidationConfig  # noqa: E402
-from megatron.training.report.memory import expert_tensor_ranks  # noqa: E402
 from megatron.training.report.pipeline import stages_of  # noqa: E402
 
 LEFT_OUT = (

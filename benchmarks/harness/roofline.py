@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import kernel_classes as kinds
+from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import Op, Piece, activation_bytes
 from megatron.training.model_description import describe_run
 from megatron.training.report.pipeline import microbatches_of, pieces_of, stages_of, timeline_of
@@ -89,8 +90,10 @@ class Share:
     @property
     def parameters(self) -> float:
         """On this rank; norms and biases, a thousandth, are left out, and so is a copy beside its original."""
-        etp = self.cfg.expert_tensor_parallel_size or self.cfg.tensor_model_parallel_size
-        sizes = {"tp": self.cfg.tensor_model_parallel_size, "ep": self.cfg.expert_model_parallel_size, "etp": etp}
+        cfg = self.cfg
+        sizes = {
+            "tp": cfg.tensor_model_parallel_size, "ep": cfg.expert_model_parallel_size, "etp": expert_tensor_ranks(cfg),
+        }  # fmt: skip
         held = {each.name: each for piece in self.pieces for each in piece.params}
         own = [each for each in held.values() if each.tied_to not in held and len(each.shape) > 1]
         return sum(math.prod(shape) for each in own for shape in each.local_shapes(sizes) if shape[-1] > 1)

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
+from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
@@ -189,7 +190,7 @@ def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Prob
 def smallest_world_size(cfg: PretrainConfig) -> int:
     """Ranks of one model replica."""
     dense = max(cfg.tensor_model_parallel_size, 1) * max(cfg.context_parallel_size, 1)
-    of_experts = cfg.expert_model_parallel_size * (cfg.expert_tensor_parallel_size or cfg.tensor_model_parallel_size)
+    of_experts = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg)
     return max(cfg.pipeline_model_parallel_size, 1) * (math.lcm(dense, of_experts) if cfg.num_moe_experts else dense)
 
 

@@ -184,6 +184,6 @@ def latent_rotary(config: TransformerConfig, base: float, percent: float) -> Rot
 
 
 def latent_softmax_scale(config: TransformerConfig) -> float:
-    """Of all channels of multi-latent attention's heads, for either kind of rotation."""
+    """The factor of multi-latent attention's logits, rotated channels and the others, for either kind of rotation."""
     sharp = sharpening(config.rotary_scaling_factor, config.mscale_all_dim)
     return sharp**2 / math.sqrt(config.qk_head_dim + config.qk_pos_emb_head_dim)

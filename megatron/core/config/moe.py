@@ -4,7 +4,7 @@ torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.core.config.attention import parse_layer_pattern
 from megatron.core.config.cli import flag
@@ -109,6 +109,11 @@ class MoEConfig:
     moe_fusion: bool = flag("--no-moe-fusion", default=True)
     """Plain torch operations for permutation and experts, one expert at a time, instead of kernels and grouped
     GEMMs."""
+
+
+def expert_tensor_ranks(config: Any) -> int:
+    """Ranks over which each expert's matrices are split; ``config`` has the fields of tensor parallelism too."""
+    return config.expert_tensor_parallel_size or config.tensor_model_parallel_size
 
 
 def has_experts(config: MoEConfig, layer_number: int) -> bool:

@@ -14,11 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of torch come without it
-    triton = None
+from megatron.core.fusions.installed_triton import tl, triton
 
 _OUT, _IN, _ROWS, _NUM_WARPS, _NUM_STAGES = 128, 256, 64, 8, 3
 """A program's tile and the rows of a step: on an H200 the best of five in both 128 experts of 512 rows and 8 of 2048

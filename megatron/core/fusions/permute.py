@@ -114,29 +114,25 @@ if triton is not None:
         tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
-def gather_triton(x: Tensor, source_r: Tensor) -> Tensor:
-    """[r, h] of ``x`` [t, h]: one read, one write."""
-    width = x.shape[1]
-    out = x.new_empty((len(source_r), width))
-    tiles = triton.cdiv(width, _BLOCK)
+def _launch(kernel: Any, x: Tensor, index: Tensor, **constants: int) -> Tensor:
+    """[len(index), h] of ``x`` [., h]: a program for every block of every row that ``kernel`` puts out."""
+    out = x.new_empty((len(index), x.shape[1]))
+    tiles = triton.cdiv(x.shape[1], _BLOCK)
     if out.numel():
-        _gather_kernel[(len(out) * tiles,)](
-            x.contiguous(), source_r.contiguous(), out, width, tiles, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+        kernel[(len(out) * tiles,)](
+            x.contiguous(), index.contiguous(), out, x.shape[1], tiles, BLOCK=_BLOCK, num_warps=_NUM_WARPS, **constants
         )
     return out
 
 
+def gather_triton(x: Tensor, source_r: Tensor) -> Tensor:
+    """[r, h] of ``x`` [t, h]: one read, one write."""
+    return _launch(_gather_kernel, x, source_r)
+
+
 def combine_triton(x: Tensor, place_tj: Tensor) -> Tensor:
     """[t, h] of ``x`` [r, h]: one read, one write."""
-    (tokens, choices), width = place_tj.shape, x.shape[1]
-    out = x.new_empty((tokens, width))
-    tiles = triton.cdiv(width, _BLOCK)
-    if out.numel():
-        _combine_kernel[(tokens * tiles,)](
-            x.contiguous(), place_tj.contiguous(), out, width, tiles, CHOICES=choices, BLOCK=_BLOCK,
-            num_warps=_NUM_WARPS,
-        )  # fmt: skip
-    return out
+    return _launch(_combine_kernel, x, place_tj, CHOICES=place_tj.shape[1])
 
 
 class RowMoves(NamedTuple):

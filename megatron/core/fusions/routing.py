@@ -84,6 +84,28 @@ if triton is not None:
             score = tl.where(column[None, :] == best[:, None], -float("inf"), score)
 
     @triton.jit
+    def _softmax_of_rows(logits, length, batch, num_experts, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+        """(token, whether it is one, the same by expert, logits, their softmax, logsumexp) of a program's ROWS tokens
+        of one sequence."""
+        place, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+        row, within = place.to(tl.int64) * batch + tl.program_id(1), place < length
+        inside = within[:, None] & (column < num_experts)[None, :]
+        z = tl.load(logits + row[:, None] * num_experts + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        masked = tl.where((column < num_experts)[None, :], z, -float("inf"))
+        top = tl.max(masked, axis=1)
+        power = tl.exp(masked - top[:, None])
+        total = tl.sum(power, axis=1)
+        return row, within, inside, z, power / total[:, None], top + tl.log(total)
+
+    @triton.jit
+    def _chosen_logits(logits, experts, row, within, num_experts, K: tl.constexpr, PADDED_K: tl.constexpr):
+        """(whether it is a choice, logit) of every choice of the tokens ``row``."""
+        choice = tl.arange(0, PADDED_K)
+        valid = within[:, None] & (choice < K)[None, :]
+        index = tl.load(experts + row[:, None] * K + choice[None, :], mask=valid, other=0)
+        return valid, tl.load(logits + row[:, None] * num_experts + index, mask=valid, other=0.0).to(tl.float32)
+
+    @triton.jit
     def _chosen_weights(chosen, valid, lse, scale, KIND: tl.constexpr, K: tl.constexpr):
         """(weights, weights before the factor, divisor) of the logits of chosen experts."""
         if KIND == 0:
@@ -106,20 +128,9 @@ if triton is not None:
         WIDTH: tl.constexpr,
     ):  # fmt: skip
         """ROWS tokens of one sequence; their sums go to row (block, b) of ``sums`` [blocks, b, 3, w]."""
-        place, sequence = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-        row = place.to(tl.int64) * batch + sequence
-        column, choice = tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
-        within = place < length
-        inside = within[:, None] & (column < num_experts)[None, :]
-        z = tl.load(logits + row[:, None] * num_experts + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        masked = tl.where((column < num_experts)[None, :], z, -float("inf"))
-        top = tl.max(masked, axis=1)
-        power = tl.exp(masked - top[:, None])
-        total = tl.sum(power, axis=1)
-        lse = top + tl.log(total)
-        valid = within[:, None] & (choice < K)[None, :]
-        index = tl.load(experts + row[:, None] * K + choice[None, :], mask=valid, other=0)
-        chosen = tl.load(logits + row[:, None] * num_experts + index, mask=valid, other=0.0).to(tl.float32)
+        row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
+        sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
+        valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
         result, _, _ = _chosen_weights(chosen, (choice < K)[None, :], lse, scale, KIND, K)
         at = weights + row[:, None] * K + choice[None, :]
         tl.store(at, result.to(weights.dtype.element_ty), mask=valid)
@@ -128,7 +139,7 @@ if triton is not None:
                 score = tl.where(inside, _scores(z, KIND), 0.0)
                 score = score / (tl.sum(score, axis=1) + 1e-20)[:, None]
             else:
-                score = power / total[:, None]
+                score = share
             score_sum = tl.sum(tl.where(inside, score, 0.0), axis=0)
             taken = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
             for j in tl.static_range(K):
@@ -149,20 +160,9 @@ if triton is not None:
         WIDTH: tl.constexpr,
     ):  # fmt: skip
         """Gradient of the logits of ROWS tokens of one sequence."""
-        place, sequence = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-        row = place.to(tl.int64) * batch + sequence
-        column, choice = tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
-        within = place < length
-        inside = within[:, None] & (column < num_experts)[None, :]
-        z = tl.load(logits + row[:, None] * num_experts + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        masked = tl.where((column < num_experts)[None, :], z, -float("inf"))
-        top = tl.max(masked, axis=1)
-        power = tl.exp(masked - top[:, None])
-        total = tl.sum(power, axis=1)
-        lse, share = top + tl.log(total), power / total[:, None]
-        valid = within[:, None] & (choice < K)[None, :]
-        index = tl.load(experts + row[:, None] * K + choice[None, :], mask=valid, other=0)
-        chosen = tl.load(logits + row[:, None] * num_experts + index, mask=valid, other=0.0).to(tl.float32)
+        row, within, inside, z, share, lse = _softmax_of_rows(logits, length, batch, num_experts, ROWS, WIDTH)
+        sequence, column, choice = tl.program_id(1), tl.arange(0, WIDTH), tl.arange(0, PADDED_K)
+        valid, chosen = _chosen_logits(logits, experts, row, within, num_experts, K, PADDED_K)
         grad = tl.load(grad_weights + row[:, None] * K + choice[None, :], mask=valid, other=0.0).to(tl.float32) * scale
         _, plain, divisor = _chosen_weights(chosen, (choice < K)[None, :], lse, 1.0, KIND, K)
         mean = tl.sum(grad * plain, axis=1)  # sum of the chosen weights times their gradients

@@ -1,9 +1,11 @@
-"""Losses of modules in the middle of a model: auxiliary losses of routers, losses of further predictions.
+"""Losses of modules in the middle of a model, such as the auxiliary losses of routers.
 
 Such a loss is attached to the values that leave the module (:func:`attach_loss`): its gradient starts in the backward
 pass where the module is, so that no pipeline stage has to hand it on. The main loss is a sum over valid tokens, and all
 gradients are divided by the valid tokens of the global batch at the end; a side loss that is a mean over a sequence (or
 a micro-batch) therefore counts as often as there are valid tokens in it, which makes it a token-weighted mean.
+Further predictions (``multi_token_prediction.py``) attach theirs to the main losses, whose gradient says what a token
+weighs.
 
 Legend: b batch.
 """

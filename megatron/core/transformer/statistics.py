@@ -1,7 +1,7 @@
 """Sums over the tokens of a global batch that modules keep of themselves: loads of experts, auxiliary losses.
 
 A module with a :class:`StepStatistics` called ``statistics`` adds to it in forward passes of training.
-:func:`sum_statistics` then sums those of all modules over all ranks, once per step and without the host waiting for the
+:class:`StatisticsSum` then sums those of all modules over all ranks, once per step and without the host waiting for the
 device, and tells each module the sums over the global batch (``end_step(totals)``), before the optimizer.
 
 Every rank must add the tokens that it alone has: ranks that hold the same tokens would count them twice.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -34,14 +35,15 @@ class StepStatistics:
 
     def __init__(self, label: str, **sizes: int) -> None:
         self.label, self.sizes = label, sizes
+        ends = list(accumulate(sizes.values()))
+        self._places = {name: slice(end - sizes[name], end) for name, end in zip(sizes, ends)}
         self._sums: Tensor | None = None
 
     def add(self, name: str, values: Tensor) -> None:
         """Add ``values`` (any shape of as many elements) to a vector; in training alone, and not when recomputing."""
         if self._sums is None:  # once: a captured CUDA graph adds to this memory
             self._sums = torch.zeros(sum(self.sizes.values()), dtype=torch.float64, device=values.device)
-        start = sum(list(self.sizes.values())[: list(self.sizes).index(name)])
-        self._sums[start : start + self.sizes[name]] += values.detach().reshape(-1)
+        self._sums[self._places[name]] += values.detach().reshape(-1)
 
     def take(self, device: torch.device) -> Tensor:
         """All vectors one after another, which start anew from zero."""

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.description.model import ModelDescription
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.schedules import learning_rate as schedules
 from megatron.training.arguments import validate_args
@@ -17,7 +19,7 @@ from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
 from megatron.training.model_description import describe_run
-from megatron.training.report.memory import expert_tensor_ranks, memory_rows
+from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 
 
@@ -59,12 +61,14 @@ def preflight(cfg: PretrainConfig) -> bool:
 
 def dry_run_report(cfg: PretrainConfig) -> str:
     """The report that ``--dry-run`` prints, for a resolved and checked configuration."""
+    vocab_size, source = vocab_size_of(cfg)
+    model = describe_run(cfg, vocab_size or 0)
     sections = {
         "layout": _layout(cfg),
-        "pipeline": pipeline_rows(cfg, vocab_size_of(cfg)[0]),
-        "model": _model(cfg),
-        "memory": memory_rows(cfg, vocab_size_of(cfg)[0] or 0),
-        "batches": _batches(cfg),
+        "pipeline": pipeline_rows(cfg, vocab_size),
+        "model": _model(cfg, model, vocab_size, source),
+        "memory": memory_rows(cfg, vocab_size or 0),
+        "batches": _batches(cfg, model.flops_per_sample if vocab_size else None),
         "schedule": _schedule(cfg),
     }
     lines = []
@@ -93,8 +97,7 @@ def _layout(cfg: PretrainConfig) -> Rows:
     yield "backend", f"{cfg.distributed_backend}, {layers}"
 
 
-def _model(cfg: PretrainConfig) -> Rows:
-    vocab_size, source = vocab_size_of(cfg)
+def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None, source: str) -> Rows:
     heads = f"{cfg.num_attention_heads} heads of {cfg.kv_channels}, {cfg.num_query_groups} key-value groups"
     if cfg.multi_latent_attention:
         sizes = f"{cfg.qk_head_dim} + {cfg.qk_pos_emb_head_dim} rotated (values {cfg.v_head_dim})"
@@ -103,7 +106,6 @@ def _model(cfg: PretrainConfig) -> Rows:
     yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
-    model = describe_run(cfg, vocab_size or 0)
     if vocab_size is not None:
         yield "vocabulary", f"{vocab_size} ({source}), padded to {model.stored_vocabulary}"
     without = "" if vocab_size else " without the embedding"
@@ -123,7 +125,7 @@ def _model(cfg: PretrainConfig) -> Rows:
         yield "active parameters", f"{model.num_active_parameters:,} per token"
 
 
-def _batches(cfg: PretrainConfig) -> Rows:
+def _batches(cfg: PretrainConfig, flops: float | None) -> Rows:
     dp, micro, length = cfg.data_parallel_size, cfg.micro_batch_size, cfg.seq_length
     for plateau in batch_sizes.batch_size_plateaus(cfg):
         steps = plateau.size // (micro * dp)
@@ -131,8 +133,7 @@ def _batches(cfg: PretrainConfig) -> Rows:
             f"{plateau.size} sequences = {micro} x {dp} ranks x {steps} micro-batches, {plateau.size * length:,} tokens"
         )
         yield f"from sample {plateau.first_sample:,}", text
-    if vocab_size := vocab_size_of(cfg)[0]:
-        flops = describe_run(cfg, vocab_size).flops_per_sample
+    if flops is not None:
         per_rank = flops * batch_sizes.batch_size_plateaus(cfg)[-1].size / cfg.world_size
         seconds = f"{per_rank / 500e12:.3g} s at 500 TFLOP/s"
         yield "computation", f"{flops / length:.4g} FLOPs per token, {per_rank:.4g} per rank and iteration: {seconds}"

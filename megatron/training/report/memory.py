@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.core.config.moe import expert_tensor_ranks
 from megatron.core.description.model import (
     ModelDescription,
     Param,
@@ -162,11 +163,6 @@ def _expert_sum_ranks(cfg: PretrainConfig) -> int:
     """The same of experts' gradients."""
     held = cfg.expert_model_parallel_size * expert_tensor_ranks(cfg) * cfg.pipeline_model_parallel_size
     return max(cfg.world_size // held, 1)
-
-
-def expert_tensor_ranks(cfg: PretrainConfig) -> int:
-    """Ranks over which an expert's matrices are split."""
-    return cfg.expert_tensor_parallel_size or cfg.tensor_model_parallel_size
 
 
 def _is_half(cfg: PretrainConfig) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.core.config.moe import expert_tensor_ranks
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.layout import common_divisors, nearest_multiples
@@ -29,7 +30,7 @@ def experts_split_evenly(cfg: PretrainConfig) -> Problems:
     if experts % ep:
         fix = f"{nearest_multiples(experts, ep)}; or an --expert-model-parallel-size of {common_divisors(experts)}"
         yield problem(cfg, "num_moe_experts", f"is not a multiple of --expert-model-parallel-size {ep}", fix)
-    etp, width = _expert_tensor_ranks(cfg), cfg.moe_ffn_hidden_size
+    etp, width = expert_tensor_ranks(cfg), cfg.moe_ffn_hidden_size
     if width and width % etp:
         reason = f"is not a multiple of the {etp} expert-tensor-parallel ranks"
         yield problem(cfg, "moe_ffn_hidden_size", reason, nearest_multiples(width, etp))
@@ -39,12 +40,8 @@ def experts_split_evenly(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_shared_expert_intermediate_size", reason, nearest_multiples(shared, tp))
 
 
-def _expert_tensor_ranks(cfg: PretrainConfig) -> int:
-    return cfg.expert_tensor_parallel_size or cfg.tensor_model_parallel_size
-
-
 def expert_grid_fills_the_world(cfg: PretrainConfig) -> Problems:
-    ep, etp, pp = cfg.expert_model_parallel_size, _expert_tensor_ranks(cfg), cfg.pipeline_model_parallel_size
+    ep, etp, pp = cfg.expert_model_parallel_size, expert_tensor_ranks(cfg), cfg.pipeline_model_parallel_size
     if cfg.num_moe_experts is None:
         return
     if cfg.world_size % (ep * etp * pp):

@@ -23,7 +23,7 @@ FULL = f"{MOE} --moe-expert-capacity-factor 0.5"
 EP = "--expert-model-parallel-size 2"
 MOE_AT = "megatron.core.transformer.moe."
 CHOICES = 4 * 16 * 2
-"""Of a global batch in each layer, two per token."""
+"""Choices that a global batch makes in each layer, two per token."""
 
 
 def all_experts_alike(base, run):

@@ -214,7 +214,8 @@ class GPTModel(MegatronModule):
     def _side_losses(self, batch: int, loss_mask: Tensor | None, device: torch.device) -> SideLosses | None:
         """With a ``loss_mask`` the main loss is taken for a sum over the tokens that count, else for a mean over those
         of this rank."""
-        self._masked_tokens = None if loss_mask is None else loss_mask.sum()
+        if has_side_losses(self.config):
+            self._masked_tokens = None if loss_mask is None else loss_mask.sum()
         if not self._has_side_losses or not self.training or not torch.is_grad_enabled():
             return None
         scale = self._loss_scale

@@ -51,7 +51,7 @@ class SideLossRule:
     z_coefficient: float = 0.0
     score_function: ScoreFunction = "softmax"
     coefficient_of: dict[str, float] = field(init=False)
-    """Of the types of ``STATISTICS`` that have one other than 0."""
+    """Type of ``STATISTICS`` -> coefficient, where that is not 0."""
 
     def __post_init__(self) -> None:
         if len(self.types) != len(self.coefficients) and any(self.coefficients):

@@ -60,7 +60,7 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher:
-    """Of one layer. What the ranks start, each of them must start, in the same order."""
+    """Moves the tokens of one layer. What the ranks start, each of them must start, in the same order."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
         assert config.num_moe_experts is not None

@@ -34,7 +34,7 @@ class SequentialExperts(nn.Module):
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroups) -> None:
         super().__init__()
-        width, hidden = config.moe_ffn_hidden_size or config.ffn_hidden_size, config.hidden_size
+        width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         assert width is not None and hidden is not None
         shared: dict[str, Any] = {"config": config, "products": self.products, "groups": groups}
         fc1_width = StackedSize((2, width), 1) if is_gated(config) else width

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.core.config.moe import has_experts
+from megatron.core.config.moe import expert_tensor_ranks, has_experts
 from megatron.core.description.model import (
     Config,
     LayerPlace,
@@ -66,7 +66,7 @@ def _router(config: Config, place: LayerPlace) -> Piece:
 def _experts(config: Config, place: LayerPlace) -> Piece:
     count, top, width = config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size
     hidden, item, gated = config.hidden_size, activation_bytes(config), is_gated(config)
-    split = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
+    split = expert_tensor_ranks(config)
     wide = (2, width) if gated else (width,)
     mesh = {"ep": 0, "etp": 2 if gated else 1}
     shape = {"active": top / count}

@@ -142,7 +142,7 @@ def give_all_main_grads(experts):
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", [DOUBLE, torch.bfloat16])
 def test_gradients_accumulate_in_main_grad(dtype, grouped):
-    """Of two micro-batches, in fp32: as exact as the factors, which 16 bits hold."""
+    """Two micro-batches add up in fp32: as exact as the factors, which 16 bits hold."""
     experts = build(GroupedExperts if grouped else SequentialExperts, dtype, add_bias_linear=True)
     if grouped:
         for linear in (experts.linear_fc1, experts.linear_fc2):

@@ -1,0 +1,112 @@
+"""Pipeline stages of GPTModel, whole layers and halves of them, and layers of a program's own."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from tests.unit_tests.core.models.test_gpt_model import LLAMA, VOCAB, batch, make_config, make_model
+
+
+def test_pipeline_stages_hold_global_names_and_compose():
+    whole = make_model(num_layers=4)
+    first = make_model(num_layers=4, layer_range=range(0, 1), post_process=False)
+    last = make_model(num_layers=4, layer_range=range(1, 4), pre_process=False)
+    names = {**first.state_dict(), **last.state_dict()}
+    assert names.keys() == whole.state_dict().keys()
+    assert all(torch.equal(names[name], value) for name, value in whole.state_dict().items())
+    tokens, labels, positions = batch()
+    last.set_input_tensor(first(tokens, positions))
+    assert torch.equal(last(tokens, positions, labels=labels), whole(tokens, positions, labels=labels))
+    assert len(last.decoder.layers) == 3 and last.decoder.layers[0].layer_number == 2
+    assert [layer.layer_number for layer in last.decoder.layers] == [2, 3, 4] == [
+        last.decoder.layers[i].layer_number for i in (-3, -2, -1)
+    ]
+
+
+@pytest.mark.parametrize("fields", [{}, LLAMA, {"apply_residual_connection_post_layernorm": True}])
+def test_stages_that_cut_layers_hold_half_of_the_names_and_compose(fields):
+    whole = make_model(num_layers=3, **fields)
+    bounds = [0, 1, 2, 5, 6]
+    stages = [
+        make_model(num_layers=3, branches=range(*ends), pre_process=not ends[0], post_process=ends[1] == 6, **fields)
+        for ends in zip(bounds, bounds[1:])
+    ]
+    names = [stage.state_dict().keys() for stage in stages]
+    assert {name for own in names for name in own} == whole.state_dict().keys()
+    assert sum(map(len, names)) == len(whole.state_dict())
+    for own, present, absent in zip(
+        names, ["self_attention", "mlp", "mlp", "mlp"], ["mlp", "self_attention", "layers.0.mlp", "self_attention"]
+    ):
+        assert any(present in name for name in own) and not any(absent in name for name in own)
+    tokens, labels, positions = batch()
+    hidden = None
+    for stage in stages:
+        stage.set_input_tensor(hidden)
+        hidden = stage(tokens, positions, labels=labels if stage.post_process else None)
+    torch.testing.assert_close(hidden, whole(tokens, positions, labels=labels), rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="layer_range and branches both"):
+        make_model(num_layers=3, branches=range(2), layer_range=range(1))
+
+
+class LayerOfAProgram(TransformerLayer):
+    """One piece: what it adds belongs to no branch."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states, *args, **kwargs) + self.mlp.linear_fc2.weight.sum()
+
+
+def stage_of_two(rank, spec, **fields):
+    """The second of two pipeline ranks needs no process group to be built."""
+    groups = replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), rank))
+    config = make_config(num_layers=3, pipeline_model_parallel_size=2, pipeline_dtype=torch.float64, **fields)
+    last = rank == 1
+    return GPTModel(config, spec, VOCAB, 16, pre_process=not last, post_process=last, groups=groups)
+
+
+def held(model):
+    layers = zip(model.decoder.layers.indices, model.decoder.layers)
+    return [(index, "self_attention" in dict(layer.named_children()), "mlp" in dict(layer.named_children()))
+            for index, layer in layers]
+
+
+def test_layers_that_are_one_piece_stay_whole():
+    """1.5 of 3 layers of equal halves are the best stage; else 2."""
+    equal = {"ffn_hidden_size": 48}
+    ours = get_gpt_layer_local_spec()
+    theirs = replace(ours, module=LayerOfAProgram)
+    assert held(stage_of_two(0, ours, **equal)) == [(0, True, True), (1, True, False)]
+    assert held(stage_of_two(1, ours, **equal)) == [(1, False, True), (2, True, True)]
+    assert [each[0] for each in held(stage_of_two(1, theirs, **equal))] in ([1, 2], [2])
+    assert all(each[1:] == (True, True) for rank in (0, 1) for each in held(stage_of_two(rank, theirs, **equal)))
+    whole = held(stage_of_two(0, ours, whole_layers_in_pipeline_split=True, **equal))
+    assert all(each[1:] == (True, True) for each in whole)
+    with pytest.raises(ValueError, match="'a' cuts layer 2, which is built as one piece, at position 3"):
+        stage_of_two(0, theirs, pipeline_model_parallel_layout="Eta|ftL")
+
+
+class LayerOfAnotherKind(torch.nn.Linear):
+    """Neither branches nor a description; slots that only it can read."""
+
+    def __init__(self, config, submodules, layer_number, groups):
+        super().__init__(config.hidden_size, config.hidden_size, dtype=config.params_dtype)
+
+    def forward(self, hidden_states, ctx):
+        assert isinstance(ctx, ForwardContext)
+        return super().forward(hidden_states)
+
+
+def test_a_layer_of_another_kind_is_one_piece_that_nothing_is_known_of():
+    spec = replace(get_gpt_layer_local_spec(), module=LayerOfAnotherKind, submodules=object())
+    config = make_config()
+    model = GPTModel(config, spec, VOCAB, 16)
+    tokens, labels, positions = batch()
+    assert model(tokens, positions, labels=labels).isfinite().all()
+    described = describe_gpt(config, vocab_size=VOCAB, seq_length=16, max_sequence_length=16, spec=spec)
+    assert described.unknown == ["layer"] and described.costs == ((("layer",),) * 2, None, 0.0)
