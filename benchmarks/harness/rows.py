@@ -123,6 +123,14 @@ ROWS: dict[str, Row] = {
         2, 6, 4096, 32, f"{ZERO} --expert-model-parallel-size 2", micro_batch=2, shape=QWEN3_30B_A3B,
         tiny=TINY_EXPERTS, seconds=90,
     ),
+    "mixtral-ep4": Row(
+        4, 8, 8192, 32, f"{ZERO} --expert-model-parallel-size 4", iters=8, shape=MIXTRAL_8X7B, tiny=TINY_EXPERTS,
+        seconds=90,
+    ),
+    "qwen3-moe-ep4": Row(
+        4, 16, 4096, 64, f"{ZERO} --expert-model-parallel-size 4", micro_batch=2, iters=8, shape=QWEN3_30B_A3B,
+        tiny=TINY_EXPERTS, seconds=90,
+    ),
     "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
 }  # fmt: skip
 
@@ -145,6 +153,9 @@ VARIANTS: dict[str, str] = {
     "a2a": "--cp-comm-type a2a",
     "allgather": "--cp-comm-type allgather",
     "nccl": "--no-copy-engines",
+    "gather-tokens": "--moe-token-dispatcher-type allgather",
+    "halves": "--overlap-moe-expert-parallel-comm --moe-router-load-balancing-type seq_aux_loss",
+    "forced-balance": "--moe-router-force-load-balancing",
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",
