@@ -25,7 +25,7 @@ CORE = {
     "sharding": "config groups random",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups sharding",
-    "export": "config dist_checkpointing sharding",
+    "export": "attention config dist_checkpointing models sharding",
     "distributed": "config dist_checkpointing groups parallel_state sharding",
     "tensor_parallel": "config extensions fusions groups parallel_state random sharding",
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",

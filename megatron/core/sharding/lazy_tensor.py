@@ -19,8 +19,14 @@ class LazyTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    read_rows: Callable[[int, int], Tensor] | None = None
+    """``read()[start:stop]``, where that costs less: experts are large, and read one at a time."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
         """``tensor``, which is in memory already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """``read()[start:stop]``."""
+        return self.read()[start:stop] if self.read_rows is None else self.read_rows(start, stop)

@@ -1,0 +1,146 @@
+"""Tensors of a family and of ours made of each other, one at a time and only when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.export.hf.family import Family, counters, transformer_config
+from megatron.core.export.hf.layouts import Layout
+from megatron.core.sharding.lazy_tensor import LazyTensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of theirs, within one of ours."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    index: int
+    """Which of the layout's tensors."""
+    expert: int | None
+    """Which row of ours it is about; None: all."""
+    config: TransformerConfig
+
+    def views(self, ours: Tensor) -> list[Tensor]:
+        """What of our tensor, or of the expert's rows of it, this one is."""
+        return self.layout.views(ours if self.expert is None else ours[0], self.config)[self.index]
+
+    def fill(self, ours: Tensor, theirs: Tensor) -> None:
+        """Copy ``theirs`` to its places in the whole of our tensor."""
+        mine = ours if self.expert is None else ours[self.expert : self.expert + 1]
+        views = self.views(mine)
+        theirs = theirs.T if self.is_transposed else theirs
+        rows = [len(theirs) * view.numel() // theirs.numel() for view in views]
+        for view, piece in zip(views, theirs.split(rows)):
+            view.copy_(piece.reshape(view.shape))
+
+    def extract(self, ours: LazyTensor | Tensor) -> Tensor:
+        """Their tensor out of ours."""
+        if isinstance(ours, LazyTensor):
+            assert self.expert is not None
+            ours = ours.rows(self.expert, self.expert + 1)
+        shape = self.shape[::-1] if self.is_transposed else self.shape
+        views = self.views(ours)
+        joined = torch.cat([view.reshape(-1, *shape[1:]) for view in views]) if len(views) > 1 else views[0]
+        joined = joined.reshape(shape)
+        return (joined.T if self.is_transposed else joined).contiguous()
+
+    @property
+    def is_transposed(self) -> bool:
+        return self.layout.transposed and len(self.shape) == 2
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One tensor of ours, and the tensors of theirs that make it up."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether theirs is ours in another shape."""
+        return len(self.parts) == 1 and type(self.parts[0].layout) is Layout and not self.parts[0].is_transposed
+
+
+def placements(family: Family, settings: Mapping[str, Any]) -> list[Placement]:
+    """Every tensor of a model of completed settings."""
+    config = transformer_config(settings)
+    return [
+        Placement(name, shape, tuple(_parts(name, shape, layout, config)))
+        for name, shape, layout in family.layouts(settings)
+    ]
+
+
+def _parts(name: str, shape: tuple[int, ...], layout: Layout, config: TransformerConfig) -> Iterator[Part]:
+    per_expert = "*" in layout.names[0]
+    sample = torch.empty(shape, device="meta")
+    ndim = 2 if name.endswith("weight") else 1
+    views = layout.views(sample[0] if per_expert else sample, config)
+    shapes = [layout.shape(each, min(ndim, each[0].ndim)) for each in views]
+    if layout.transposed:
+        shapes = [each[::-1] if len(each) == 2 else each for each in shapes]
+    for expert in range(shape[0]) if per_expert else [None]:
+        for index, (theirs, size) in enumerate(zip(layout.names, shapes)):
+            yield Part(theirs.replace("*", str(expert)), size, layout, index, expert, config)
+
+
+def to_ours(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Our tensors, under ``model.…``, of theirs, which must all be there in the right shapes."""
+    tensors = {f"model.{each.name}": _merged(each, found) for each in plan}
+    for name, shape in counters({each.name: each.shape for each in plan}).items():
+        zeros = torch.zeros(shape, dtype=torch.int64)
+        tensors[f"model.{name}"] = LazyTensor.of(zeros)
+    return tensors
+
+
+def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor:
+    first = found[placement.parts[0].name]
+    if placement.is_copy:
+        return LazyTensor(placement.shape, first.dtype, lambda: first.read().reshape(placement.shape))
+
+    def read() -> Tensor:
+        ours = torch.empty(placement.shape, dtype=first.dtype)
+        for part in placement.parts:
+            part.fill(ours, found[part.name].read())
+        return ours
+
+    return LazyTensor(placement.shape, first.dtype, read)
+
+
+def to_theirs(plan: Sequence[Placement], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Their tensors of ours; those that come from one of ours stand together, and it is read once for them."""
+    latest: dict[str, Tensor] = {}
+
+    def read(name: str, part: Part) -> Tensor:
+        if part.expert is not None:
+            return part.extract(tensors[name])
+        if name not in latest:
+            latest.clear()
+            latest[name] = tensors[name].read()
+        theirs = part.extract(latest[name])
+        if part.index == len(part.layout.names) - 1:
+            latest.clear()
+        return theirs
+
+    result = {}
+    for placement in plan:
+        name = f"model.{placement.name}"
+        for part in placement.parts:
+            result[part.name] = LazyTensor(
+                part.shape, tensors[name].dtype, lambda name=name, part=part: read(name, part)  # type: ignore[misc]
+            )  # fmt: skip
+    return result
+
+
+def expected(plan: Sequence[Placement]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of theirs."""
+    return {part.name: part.shape for placement in plan for part in placement.parts}

@@ -1,0 +1,177 @@
+"""A family of models as one table: settings and weights, from which reading and writing derive. Torch-free.
+
+What tensors a model of ours has, and their shapes, is not said here: its description tells
+(``megatron/core/models/gpt_description.py``). So a table is complete, or the first model shows what it lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import Any
+
+from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.cli import flags_of
+from megatron.core.config.errors import UserError
+from megatron.core.config.mla import LatentAttentionConfig
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.network import NetworkSizeConfig
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.export.hf.layouts import Layout
+from megatron.core.export.hf.settings import Rule, refuse_key, refuse_setting
+from megatron.core.models.gpt_description import describe_gpt
+
+GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
+ELSEWHERE: dict[str, Any] = {
+    "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
+    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": False,
+    "group_query_attention": False,
+}  # fmt: skip
+"""Settings of the training program that say what a model is, with their defaults there."""
+WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
+"""Settings that the description names and that change how a model computes, not what."""
+
+PASSIVE = {
+    "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
+    "initializer_range", "use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
+    "sep_token_id", "unk_token_id", "decoder_start_token_id", "return_dict", "id2label", "label2id", "num_labels",
+    "keys_to_ignore_at_inference", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
+    "max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "do_sample", "task_specific_params", "_commit_hash",
+    "chunk_size_feed_forward", "attn_implementation", "_attn_implementation_autoset", "gradient_checkpointing",
+}  # fmt: skip
+"""Keys of any config.json that do not change what the model computes."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What ``config.json`` calls ``model_type``."""
+
+    model_type: str
+    architecture: str
+    config: tuple[Rule, ...]
+    weights: Mapping[str, Layout | str]
+    """Our name, without ``.weight`` or ``.bias``, and with ``*`` for the layer -> where it lies there."""
+    unused: tuple[str, ...] = ()
+    """Patterns of tensors that files hold and nobody needs: masks, tables of angles."""
+    base: str = "model."
+    """Beginning of all names but the output layer's, which some files leave out."""
+
+    def load_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings of the command line for a ``config.json``.
+
+        Raises:
+            UserError: a key with a value that they cannot represent, or that no rule knows.
+        """
+        settings: dict[str, Any] = {}
+        for rule in self.config:
+            for name, value in rule.load(config).items():
+                if settings.setdefault(name, value) != value:
+                    raise refuse_key(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r}")
+        known = PASSIVE | {name for rule in self.config for name in rule.theirs}
+        for name, value in config.items():
+            if name not in known and value not in (None, False, [], {}):
+                raise refuse_key(
+                    name, value, f"which {self.model_type} has no place for; remove it if the model is the same without"
+                )
+        _check_kinds(settings)
+        return settings
+
+    def save_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """The ``config.json`` of completed settings (:func:`complete`).
+
+        Raises:
+            UserError: a setting that the family does not have.
+        """
+        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for rule in self.config:
+            for name, value in rule.save(settings).items():
+                if config.setdefault(name, value) != value:
+                    raise refuse_setting(rule.ours[0], value, f"but another setting makes {name} {config[name]!r}")
+        said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
+        defaults = {**_defaults(), **ELSEWHERE}
+        for name in described(settings)[1]:
+            if name not in said and settings[name] != defaults[name]:
+                raise refuse_setting(name, settings[name], f"the family has {defaults[name]!r} alone")
+        return config
+
+    def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
+        """Every tensor of a model: our name, our shape, and where it lies, names of their layer filled in."""
+        for name, shape in described(settings)[0].items():
+            found = re.fullmatch(r"(decoder|mtp)\.layers\.(\d+)\.(.*)", name)
+            layer, pattern = "", name
+            if found:
+                layer = str(int(found[2]) + (settings["num_layers"] if found[1] == "mtp" else 0))
+                rest = found[3].removeprefix("mtp_model_layer.")
+                pattern = f"{found[1] if rest == found[3] else 'decoder'}.layers.*.{rest}"
+            stem, _, suffix = pattern.rpartition(".")
+            layout, end = self.weights.get(pattern), ""
+            if layout is None:
+                layout, end = self.weights.get(stem), f".{suffix}"
+            if layout is None:
+                raise UserError(f"{self.model_type} has no tensor for {name}")
+            layout = Layout(layout) if isinstance(layout, str) else layout
+            yield name, shape, layout.renamed([f"{each.replace('*', layer, 1)}{end}" for each in layout.names])
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return {spec.field: spec.default for spec in flags_of(*GROUPS) if not spec.field.endswith("parallel_size")}
+
+
+def _check_kinds(settings: Mapping[str, Any]) -> None:
+    """Values of files are anything; what follows computes with them."""
+    for spec in flags_of(*GROUPS):
+        value = settings.get(spec.field)
+        if value is None or spec.nargs is not None or spec.type_name == "custom":
+            continue
+        kinds = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}.get(spec.type_name, (object,))
+        fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+        if reason := spec.refusal(value) if fits else f"is no {spec.type_name}":
+            raise refuse_setting(spec.field, value, f"as config.json has it: {reason}")
+    for name in ("vocab_size", "max_position_embeddings"):
+        if type(settings.get(name, 1)) is not int or settings.get(name, 1) < 1:
+            raise refuse_setting(name, settings[name], "as config.json has it: must be a positive integer")
+
+
+def complete(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` with what follows from them, and defaults for the rest. ``ConfigError``: impossible sizes."""
+    values = {**_defaults(), **ELSEWHERE, **settings}
+    if values["num_query_groups"] is None and values["group_query_attention"]:
+        values["num_query_groups"] = 1
+    config = transformer_config(values)
+    return {**values, **{name: getattr(config, name) for name in _defaults()}}
+
+
+def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
+    """The library's configuration of settings."""
+    known = {each.name for each in fields(TransformerConfig)}
+    return TransformerConfig(**{name: settings[name] for name in _defaults() if name in known})
+
+
+def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+    """Names and global shapes of a model's tensors, and the settings that say what they mean."""
+    model = describe_gpt(
+        transformer_config(settings), vocab_size=settings["vocab_size"], seq_length=1,
+        max_sequence_length=settings["max_position_embeddings"],
+        position_embedding_type=settings["position_embedding_type"],
+        share_embeddings_and_output_weights=not settings["untie_embeddings_and_output_weights"],
+    )  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in model.pieces:
+        for param in piece.params:
+            if param.tied_to is None:
+                shapes[param.name] = tuple(param.shape)
+            if param.name.endswith("router.weight") and settings["moe_router_enable_expert_bias"]:
+                shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
+    return shapes, model.settings
+
+
+def counters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Integer buffers that a model of ours begins at zero and that exist nowhere else."""
+    routers = [name for name in shapes if name.endswith("router.weight")]
+    return {name.replace("router.weight", "router.last_choices"): (shapes[name][0],) for name in routers}

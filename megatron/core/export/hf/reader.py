@@ -1,0 +1,134 @@
+"""Reads a folder of Hugging Face's: ``config.json`` and weights, safetensors or ``.bin``, in one file or several."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.core.config.errors import UserError
+from megatron.core.export.hf.config_file import CONFIG, GENERATION, load_settings, read_json
+from megatron.core.export.hf.conversion import expected, placements, to_ours
+from megatron.core.export.hf.family import Family, complete
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.safetensors_files import open_safetensors
+from megatron.core.sharding.lazy_tensor import LazyTensor
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "tekken.json",
+)  # fmt: skip
+"""Files that go along, where they are."""
+_LISTED = 20
+
+
+def load(folder: Path) -> Interchange:
+    """See :func:`megatron.core.export.hf.load_hf`."""
+    family, settings = load_settings(folder)
+    plan = placements(family, complete(settings))
+    found = _with_base(_open_weights(folder), family)
+    tied = not settings["untie_embeddings_and_output_weights"]
+    _check(found, expected(plan), family, tied, folder)
+    if len(kinds := {tensor.dtype for tensor in found.values() if not tensor.dtype.is_floating_point}):
+        raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
+    assets = {f"tokenizer/{name}": folder / name for name in TOKENIZER if (folder / name).is_file()}
+    assets |= {f"hf/{name}": folder / name for name in (CONFIG, GENERATION) if (folder / name).is_file()}
+    return Interchange(settings, to_ours(plan, found), assets=assets)
+
+
+def _open_weights(folder: Path) -> dict[str, LazyTensor]:
+    """Every tensor of the folder's weights; those of the index, where there is one, and no others."""
+    for stem, ending, opener in (
+        ("model", "safetensors", open_safetensors), ("pytorch_model", "bin", _open_bin)
+    ):  # fmt: skip
+        single, index = folder / f"{stem}.{ending}", folder / f"{stem}.{ending}.index.json"
+        if single.is_file() and not index.is_file():
+            return opener(single)
+        if index.is_file():
+            return _open_shards(index, opener)
+    raise UserError(f"{folder}: no weights: model.safetensors, pytorch_model.bin or an index of either is expected")
+
+
+def _open_shards(index: Path, opener: Any) -> dict[str, LazyTensor]:
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise UserError(f"{index}: weight_map is not a table of files")
+    found: dict[str, LazyTensor] = {}
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise UserError(f"{index}: refuses the file name {file!r:.80}: only names without a folder will do")
+        listed = sorted(name for name, home in names.items() if home == file)
+        if not (index.parent / file).is_file():
+            raise UserError(f"{index.parent}: {file} is missing, which holds {_some(listed)}")
+        shard = opener(index.parent / file)
+        if missing := sorted(set(listed) - set(shard)):
+            raise UserError(f"{index.parent / file}: lacks what {index.name} says that it holds: {_some(missing)}")
+        if foreign := sorted(set(shard) - set(listed)):
+            raise UserError(f"{index.parent / file}: holds what {index.name} does not name: {_some(foreign)}")
+        found |= shard
+    return found
+
+
+def _open_bin(path: Path) -> dict[str, LazyTensor]:
+    """A pickle of tensors: torch's restricted unpickler builds nothing else, and maps the data."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"{path}: not a file of tensors alone, or damaged: {reason:.300}") from None
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise UserError(f"{path}: not a table of tensors")
+    return {str(name): LazyTensor.of(value.detach()) for name, value in state.items()}
+
+
+def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+    """Names as a whole model has them: files of GPT-2 leave out ``transformer.``."""
+    if any(name.startswith(family.base) for name in found):
+        return found
+    heads = {layout for layout in (family.weights.get("output_layer"),) if isinstance(layout, str)}
+    return {name if name.rpartition(".")[0] in heads else family.base + name: each for name, each in found.items()}
+
+
+def _check(
+    found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family, tied: bool, folder: Path
+) -> None:
+    """Drop what nobody needs; raise for everything that is missing, left over or of another shape."""
+    head = f"{family.weights.get('output_layer')}.weight"
+    for name in [each for each in found if each not in wanted]:
+        if any(re.fullmatch(pattern, name) for pattern in family.unused) or (tied and name == head):
+            if name == head and not _equal(found[name], found.get(_embedding(family))):
+                reason = "config.json says tie_word_embeddings, but it differs from the embedding"
+                raise UserError(f"{folder}: {name}: {reason}; set tie_word_embeddings to false")
+            del found[name]
+    problems = []
+    for name, shape in wanted.items():
+        if name not in found:
+            hint = " (config.json says that the embedding is not tied)" if name == head else ""
+            problems.append(f"{name} {list(shape)} is missing{hint}")
+        elif found[name].shape != shape:
+            problems.append(f"{name} has shape {list(found[name].shape)}, config.json makes it {list(shape)}")
+    problems += [f"{name} has no place in {family.model_type}" for name in sorted(found.keys() - wanted.keys())]
+    if problems:
+        listed = _some(problems, "; ")
+        raise UserError(f"{folder}: weights and config.json do not fit ({len(problems)} problems): {listed}")
+
+
+def _embedding(family: Family) -> str:
+    return f"{family.weights['embedding.word_embeddings']}.weight"
+
+
+def _equal(one: LazyTensor, other: LazyTensor | None) -> bool:
+    if other is None or one.shape != other.shape:
+        return False
+    step = max(2**22 // max(one.shape[-1], 1), 1)
+    starts = range(0, one.shape[0], step)
+    return all(torch.equal(one.rows(at, at + step), other.rows(at, at + step)) for at in starts)
+
+
+def _some(names: Iterable[str], between: str = ", ") -> str:
+    listed = list(names)
+    return between.join(listed[:_LISTED]) + (f"{between}…" if len(listed) > _LISTED else "")

@@ -1,0 +1,60 @@
+"""Which families there are: a file of ``families/`` each. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.export.hf import families
+from megatron.core.export.hf.family import Family
+
+
+@cache
+def known_families() -> dict[str, Family]:
+    """``model_type`` -> family."""
+    modules = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
+    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The family of a ``config.json``, by its model_type, or else by its architectures.
+
+    Raises:
+        UserError: none; with the list of those that there are.
+    """
+    table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
+    if isinstance(kind, str) and kind in table:
+        if names and table[kind].architecture not in names:
+            reason = f"{table[kind].architecture} is what can be converted"
+            raise UserError(f"config.json: architectures is {names!r:.200}; of {kind}, {reason}")
+        return table[kind]
+    if kind is None:
+        for family in table.values():
+            if family.architecture in names:
+                return family
+    listed = ", ".join(sorted(table))
+    raise UserError(f"config.json: model_type is {kind!r:.80}, which cannot be converted; known: {listed}")
+
+
+def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, only: str | None = None) -> Family:
+    """The first family, ``preferred`` before all others, that has what completed ``settings`` say.
+
+    Raises:
+        UserError: none has, with a reason for each; or the family ``only`` has not, or is unknown.
+    """
+    table, reasons = known_families(), []
+    if only is not None:
+        if only not in table:
+            raise UserError(f"{only}: no family that can be converted; known: {', '.join(sorted(table))}")
+        table = {only: table[only]}
+    for name in sorted(table, key=lambda each: (each != preferred, each)):
+        try:
+            table[name].save_settings(settings)
+            return table[name]
+        except UserError as error:
+            reasons.append(f"{name}: {error}")
+    raise UserError(f"no family of Hugging Face's has a model of these settings: {'; '.join(reasons)}")

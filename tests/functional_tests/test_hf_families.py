@@ -1,0 +1,136 @@
+"""Every family of Hugging Face's, both ways, against the package ``transformers`` itself.
+
+A tiny random model is saved by ``transformers``, read by ``load_hf``, built through the command line of
+``pretrain_gpt.py`` from nothing but the settings of its ``config.json``, and compared: logits, loss, every gradient.
+Then it is written by ``save_hf`` and loaded by ``transformers`` again: the same bytes, the same logits.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+from tests.test_utils.foreign_models import LENGTH, MIXTURES, MODELS, VOCAB, build
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
+
+from safetensors.torch import load_file  # noqa: E402
+
+from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
+from megatron.core.export.hf.registry import known_families  # noqa: E402
+
+EVERY = {**MODELS, **MIXTURES}
+TOLERANCE = 1e-5
+"""Relative to the largest entry of a tensor: two orders of float32 operations."""
+CONVERTED = [name for name, model in EVERY.items() if any(
+    family.architecture.startswith((f"{model.architecture}For", f"{model.architecture}LMHead"))
+    for family in known_families().values()
+)]  # fmt: skip
+
+
+def our_model(settings):
+    """The model of a command line that says nothing but the settings; its vocabulary padding is the usual one."""
+    import dataclasses
+
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.tasks.gpt import GPTTask
+
+    class WithoutTokenizer(GPTTask):
+        vocab_size = settings["vocab_size"]
+
+    line = "--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --kv-lora-rank 1"
+    cfg = parse_args([*line.split(), "--seq-length", str(LENGTH)], needs_data=False)
+    cfg = validate_args(dataclasses.replace(cfg, **settings), 1)
+    return WithoutTokenizer(cfg).model_provider()
+
+
+def assert_close(name, found, expected):
+    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+    assert math.isfinite(error) and error <= TOLERANCE, f"{name} is off by {error:.1e} of its largest entry"
+
+
+def fill(ours, interchange):
+    """Load as a checkpoint would be: every tensor of the model, by its global name and shape."""
+    from megatron.core import parallel_state
+    from megatron.core.sharding.sharded_tensor import module_tensors
+
+    stored = module_tensors(ours, groups=parallel_state.get_process_groups(), prefix="model.")
+    assert {each.name for each in stored.values()} == set(interchange.tensors)
+    for tensor in stored.values():
+        lazy = interchange.tensors[tensor.name]
+        assert tensor.global_shape == lazy.shape == tuple(lazy.read().shape) and lazy.read().dtype == lazy.dtype
+        with torch.no_grad():
+            tensor.local.copy_(lazy.read())
+
+
+def saved(name, tmp_path, dtype=torch.float32):
+    foreign = build(EVERY[name]).to(dtype)
+    foreign.save_pretrained(tmp_path / "theirs")
+    return foreign, tmp_path / "theirs"
+
+
+def text():
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
+    labels = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
+    return tokens, labels, (torch.rand(2, LENGTH, generator=generator) < 0.7).float()
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformers(name, tmp_path):
+    foreign, folder = saved(name, tmp_path)
+    model = load_hf(folder)
+    ours = our_model(model.settings)
+    fill(ours, model)
+    tokens, labels, mask = text()
+    positions = torch.arange(LENGTH).expand(2, -1)
+
+    expected = foreign(input_ids=tokens, use_cache=False).logits
+    assert_close("logits", ours(tokens, positions)[..., :VOCAB], expected)
+    expected_loss = (torch.nn.functional.cross_entropy(expected.transpose(1, 2), labels, reduction="none") * mask).sum()
+    loss = (ours(tokens, positions, labels=labels) * mask).sum()
+    assert_close("loss", loss.detach(), expected_loss.detach())
+    (loss / mask.sum()).backward()
+    (expected_loss / mask.sum()).backward()
+
+    # their gradients, saved as if they were weights, are read by the same tables
+    with torch.no_grad():
+        for parameter in foreign.parameters():
+            parameter.copy_(parameter.grad)
+    foreign.save_pretrained(tmp_path / "gradients")
+    gradients = load_hf(tmp_path / "gradients").tensors
+    for key, parameter in ours.named_parameters():
+        expected = gradients[f"model.{key}"].read().reshape(-1, *parameter.shape[1:])
+        assert_close(f"gradient of {key}", parameter.grad[: len(expected)], expected)
+        assert not parameter.grad[len(expected) :].any(), f"the padding of {key} has a gradient"
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tmp_path):
+    foreign, folder = saved(name, tmp_path, dtype)
+    save_hf(load_hf(folder), tmp_path / "again", max_shard_bytes=20_000)
+    before = load_file(folder / "model.safetensors")
+    index = json.loads((tmp_path / "again" / "model.safetensors.index.json").read_text())["weight_map"]
+    after = {}
+    for file in set(index.values()):
+        after |= load_file(tmp_path / "again" / file)
+    assert before.keys() == after.keys() == index.keys()
+    for key, value in before.items():
+        assert value.dtype == after[key].dtype and value.shape == after[key].shape, key
+        assert torch.equal(value.view(-1).view(torch.uint8), after[key].view(-1).view(torch.uint8)), key
+
+    foreign, again = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            path, attn_implementation="eager", experts_implementation="eager"
+        ).eval() for path in (folder, tmp_path / "again")
+    )  # fmt: skip
+    assert type(again) is type(foreign) and again.dtype == dtype
+    different = {
+        key for key, value in foreign.config.to_dict().items()
+        if again.config.to_dict().get(key) != value and key not in ("_name_or_path", "dtype", "_experts_implementation")
+    }  # fmt: skip
+    assert not different, {key: (foreign.config.to_dict()[key], again.config.to_dict().get(key)) for key in different}
+    tokens = text()[0]
+    assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
