@@ -149,7 +149,8 @@ def run_job(name: str, settings: Settings, *, traced: bool) -> dict[str, Any]:
             return {**result, "error": reason(job.stderr)}
         iters = int(command[command.index("--train-iters") + 1])
         last = iters - PROFILED if traced else iters
-        result.update(steady(read_records(folder / "timing.jsonl"), settings.warmup, last))
+        timing = [each for each in read_records(folder / "timing.jsonl") if each["kind"] == "timing"]
+        result.update(steady(timing, settings.warmup, last))
         losses = [each["lm loss"] for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
         result["losses"] = [round(loss, 5) for loss in losses]
         result["invalid"] = health(losses)

@@ -40,9 +40,11 @@ def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
 
 
 def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
-    for field, flag in (("save_interval", "--save-interval"), ("save_retain_interval", "--save-retain-interval")):
-        if getattr(given, field) is not None and getattr(resolved, field) is None:
-            yield f"{flag} {getattr(given, field)}: no effect without --save DIRECTORY; nothing is saved"
+    for field in ("save_interval", "save_retain_interval", "async_save"):
+        value = getattr(given, field)
+        if value != getattr(resolved, field):
+            flag = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
+            yield f"{flag}: no effect without --save DIRECTORY; nothing is saved"
     if given.recompute_num_layers is not None and resolved.recompute_num_layers is None:
         yield f"--recompute-num-layers {given.recompute_num_layers}: no effect without --recompute-granularity full"
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")

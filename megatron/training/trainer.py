@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.core.distributed import finalize_model_grads, mean_factor
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.core.transformer.statistics import StatisticsSum, Totals, invalid_values, losses_of, summaries
+from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, named_by_origin
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -31,7 +32,7 @@ from megatron.training.exits.conditions import (
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums
-from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite
+from megatron.training.observe.metrics import EvalResult, StepMetrics, check_finite, save_record
 from megatron.training.start.cuda_graphs import make_forward_backward
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ class Trainer:
                 self.evaluate()
             reason = self.exits.check(self.state)
             if is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
-                self.save()
-                reason = reason or self.unsaved()
+                self.save(last=reason is not None)
+            self.finish_save()
+            reason = reason or self.unsaved()
             self.between_steps()
         logger.info("%s", reason.message)
         return reason
@@ -213,15 +215,34 @@ class Trainer:
             return None
         return [replace(result, final=True) for result in results]
 
-    def save(self) -> None:
-        """Writes a checkpoint of this moment, if --save says where."""
+    def save(self, last: bool = False) -> None:
+        """Writes a checkpoint of this moment, if --save says where; the ``last`` one of the process never behind it."""
         self.read_checks()
         if self.cfg.save is None:
             return
+        self.finish_save(wait=True)
         self.hooks.on_save(self.state)
-        if self.parts.checkpointer.save(self.state):
-            self.hooks.on_saved(self.state)
+        background = self.cfg.async_save and not last
+        self.tell_saved(self.parts.checkpointer.start_save(self.state, background=background))
         self.restart_timer()
+
+    def finish_save(self, wait: bool = False) -> None:
+        """Tells of the save in the background if it is over by now, or in the end."""
+        checkpointer = self.parts.checkpointer
+        if wait and checkpointer.saving is not None:
+            self.hooks.on_save_wait(checkpointer.saving)
+        self.tell_saved(checkpointer.finish_save(wait))
+
+    def tell_saved(self, report: SaveReport | None) -> None:
+        """Tells the hooks of a save that is over, if it is complete."""
+        if report is not None and report.saved:
+            self.hooks.on_saved(report.state)
+            self.hooks.on_save_timed(
+                save_record(
+                    report.state.iteration, report.state.consumed_train_samples, seconds=report.seconds,
+                    stall=report.stall, num_bytes=report.num_bytes, background=report.background,
+                )
+            )  # fmt: skip
 
     def unsaved(self) -> ExitReason | None:
         """The reason to stop where checkpoints cannot be written."""

@@ -60,7 +60,7 @@ TRAINING = {
     "evaluate": "core config data initialize observe tasks",
     "components": "core checkpoint evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
-    "trainer": "core checks components config evaluate exits hooks initialize observe start",
+    "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start",
     "watchdog": "core config exits hooks initialize observe start tasks train_state",
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report start tasks "

@@ -4,6 +4,9 @@ Every rank writes its own safetensors files, streamed in blocks so that staging 
 written once, by the rank with the least to write so far. Everything goes into a hidden directory beside the final one;
 files and directories are fsynced, rank 0 adds the manifest, and one rename makes it a checkpoint. A failure on any rank
 raises on all of them and leaves nothing behind.
+
+``save`` is ``plan``, which looks at tensors, and ``write``, which looks at files only: a save in the background runs it
+in another thread, over a group of its own, on blocks that ``staging.py`` has copied off the device.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +42,9 @@ from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, ShardedTensor
 Fault = Callable[[str], None]
 """Called with the name of each phase boundary; tests end the process there."""
 
+Blocks = Callable[[Tensor], Iterator[memoryview]]
+"""The bytes of a tensor, ``BLOCK_BYTES`` at a time; each block holds until the next is asked for."""
+
 Key = tuple[str, tuple[int, ...]]
 
 TEMPORARY = ".tmp-"
@@ -51,10 +59,10 @@ def save(
     sharded_state_dict: Mapping[str, ShardedTensor], checkpoint_dir: str | os.PathLike, *,
     objects: dict[str, Any] | None = None, assets: Mapping[str, str | os.PathLike] | None = None,
     group: Group | None = None, fault: Fault = no_fault,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Write ``sharded_state_dict`` and ``objects`` as the directory ``checkpoint_dir``, replacing one of that name.
 
-    Collective over ``group``.
+    Collective over ``group``. Returns the bytes of all ranks' tensors.
 
     Args:
         sharded_state_dict: this rank's rectangles; the keys are ignored, the tensors' own names count.
@@ -67,18 +75,56 @@ def save(
         CheckpointWriteError: on all ranks, if any of them could not write.
     """
     group = group or all_ranks()
-    final = Path(checkpoint_dir)
+    part = plan(sharded_state_dict, group)
+    return write(part, checkpoint_dir, host_blocks, objects=objects, assets=assets, group=group, fault=fault)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank writes of a checkpoint."""
+
+    tensors: list[ShardedTensor]
+    """In the order of the files, so that whoever stages them and who writes them agree."""
+    empty: dict[str, dict[str, Any]]
+    """Manifest entries of global tensors without any element."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(tensor.local.numel() * tensor.local.element_size() for tensor in self.tensors)
+
+    def without_data(self) -> Part:
+        """The same with tensors that have no memory: training may change, or free, what they stand for."""
+        return replace(self, tensors=[replace(each, local=each.local.to("meta")) for each in self.tensors])
+
+
+def plan(sharded_state_dict: Mapping[str, ShardedTensor], group: Group) -> Part:
+    """Share out the writing. Collective over ``group``."""
     tensors = {(t.name, t.offsets): t for t in sharded_state_dict.values() if t.local.numel()}
     mine = _plan(tensors, group)
+    return Part(sorted((tensors[key] for key in mine), key=_stem), _empty_tensors(sharded_state_dict))
+
+
+def write(
+    part: Part, checkpoint_dir: str | os.PathLike, blocks: Blocks, *, objects: dict[str, Any] | None = None,
+    assets: Mapping[str, str | os.PathLike] | None = None, group: Group, fault: Fault = no_fault,
+) -> int:  # fmt: skip
+    """Write and publish what all ranks of ``group`` have planned; see :func:`save`.
+
+    Args:
+        blocks: gives the bytes of ``part``'s tensors, which are asked for once each and in order.
+    """
+    final = Path(checkpoint_dir)
     fault("before_directory")
     run_id = from_first_rank(lambda: uuid.uuid4().hex, group)
     temporary = final.with_name(f".{final.name}{TEMPORARY}{run_id[:8]}")
     try:
         together(lambda: temporary.mkdir(parents=True) if group.is_first else None, group, CheckpointWriteError)
-        writer = _RankWriter(temporary, run_id, group.rank, fault)
-        written = together(lambda: writer.write([tensors[key] for key in mine]), group, CheckpointWriteError)
+        fault("before_shards")
+        with ThreadPoolExecutor(1, "checksums") as checksums:
+            writer = _RankWriter(temporary, run_id, group.rank, fault, blocks, checksums)
+            written = together(lambda: writer.write(part.tensors), group, CheckpointWriteError)
         fault("after_shards")
-        shapes = _empty_tensors(sharded_state_dict)
 
         def publish() -> None:
             if not group.is_first:
@@ -86,7 +132,7 @@ def save(
             top = {"run_id": run_id, "world_size": group.size, "objects": objects or {}}
             copies = (assets or {}).items()
             top["assets"] = {name: copy_asset(Path(source), temporary / name) for name, source in copies}
-            manifest = _merge(written, dict(shapes), top)
+            manifest = _merge(written, dict(part.empty), top)
             fault("before_manifest")
             write_file(temporary / MANIFEST, encode(manifest))
             fsync_directory(temporary)
@@ -101,6 +147,7 @@ def save(
             if final.parent.is_dir():
                 recover(final.parent)
         raise
+    return sum(entry["bytes"] for files in written for entry in files["files"].values())
 
 
 def _plan(tensors: Mapping[Key, ShardedTensor], group: Group) -> list[Key]:
@@ -150,14 +197,17 @@ def _merge(written: list[dict[str, Any]], entries: dict[str, dict[str, Any]], to
 class _RankWriter:
     """Writes this rank's files: one per first component of the names (``model``, ``optimizer``, …)."""
 
-    def __init__(self, directory: Path, run_id: str, rank: int, fault: Fault) -> None:
+    def __init__(
+        self, directory: Path, run_id: str, rank: int, fault: Fault, blocks: Blocks, checksums: ThreadPoolExecutor
+    ) -> None:
         self.directory, self.run_id, self.rank, self.fault = directory, run_id, rank, fault
+        self.blocks, self.checksums = blocks, checksums
 
     def write(self, tensors: list[ShardedTensor]) -> dict[str, Any]:
         """``{"files": …, "chunks": [name, shape, dtype, chunk]}``: this rank's part of the manifest."""
         parts: dict[str, list[ShardedTensor]] = {}
         for tensor in tensors:
-            parts.setdefault(tensor.name.split(".")[0], []).append(tensor)
+            parts.setdefault(_stem(tensor), []).append(tensor)
         result: dict[str, Any] = {"files": {}, "chunks": []}
         for stem, members in parts.items():
             file_name = f"{stem}_{self.rank:05d}.safetensors"
@@ -165,6 +215,7 @@ class _RankWriter:
             result["files"][file_name] = entry
             result["chunks"] += chunks
         fsync_directory(self.directory)  # the names too, before the manifest speaks of them
+        self.fault("shards_written")
         return result
 
     def _write_file(self, file_name: str, tensors: list[ShardedTensor]) -> tuple[dict[str, int], list[list]]:
@@ -178,7 +229,8 @@ class _RankWriter:
                     self.fault("mid_shard")
                 chunk = {
                     "offsets": list(tensor.offsets), "shape": list(tensor.local.shape), "file": file_name, "key": key,
-                    "start": len(header) + starts[index], "crc32": _write_blocks(file, tensor.local),
+                    "start": len(header) + starts[index],
+                    "crc32": _write_blocks(file, self.blocks(tensor.local), self.checksums),
                 }  # fmt: skip
                 chunks.append([tensor.name, list(tensor.global_shape), DTYPE_NAMES[tensor.local.dtype], chunk])
             self.fault("before_fsync")
@@ -212,16 +264,32 @@ def _header(tensors: list[ShardedTensor], run_id: str) -> tuple[bytes, list[int]
     return len(text).to_bytes(8, "little") + text, starts
 
 
-def _write_blocks(file: BinaryIO, tensor: Tensor) -> list[int]:
-    """Appends the bytes of ``tensor``; the crc32 of each block."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    checksums = []
+def host_blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of ``tensor`` in host memory."""
+    data = flat_bytes(tensor)
     # a block at a time: a copy of the whole tensor in host memory could be larger than what is free there
     for start in range(0, data.numel(), BLOCK_BYTES):
-        block = memoryview(data[start : start + BLOCK_BYTES].cpu().numpy())  # type: ignore[arg-type]
-        checksums.append(zlib.crc32(block))
+        yield memoryview(data[start : start + BLOCK_BYTES].cpu().numpy())  # type: ignore[arg-type]
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The same memory as uint8 (of a copy, where it is not contiguous)."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _write_blocks(file: BinaryIO, blocks: Iterator[memoryview], checksums: ThreadPoolExecutor) -> list[int]:
+    """Append ``blocks``; the crc32 of each, computed beside the writing (both release the interpreter)."""
+    found = []
+    for block in blocks:
+        checksum = checksums.submit(zlib.crc32, block)
         file.write(block)
-    return checksums
+        found.append(checksum.result())
+    return found
+
+
+def _stem(tensor: ShardedTensor) -> str:
+    """The file that a tensor goes to: the first component of its name."""
+    return tensor.name.split(".")[0]
 
 
 def write_file(path: Path, data: bytes) -> None:

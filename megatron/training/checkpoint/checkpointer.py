@@ -7,9 +7,12 @@ exact is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +23,14 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.exchange import from_first_rank, together
 from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT, MANIFEST
 from megatron.core.dist_checkpointing.reader import CheckpointReader, load_from, together_reader
-from megatron.core.dist_checkpointing.writer import Fault, no_fault, remove_leftovers
+from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
-from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.arguments import config_to_dict
+from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import (
     Found,
     alternative,
@@ -55,6 +59,26 @@ from megatron.training.train_state import TrainState
 __all__ = ["Checkpointer", "apply_checkpoint_args", "load_checkpoint_args"]
 
 logger = logging.getLogger(__name__)
+
+SHARE_OF_COLLECTIVE_TIMEOUT = 0.9
+"""Slow files are named before ranks that wait for them in a collective give up."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A save that is over."""
+
+    state: TrainState
+    """The counters that it holds."""
+    folder: str
+    saved: bool
+    background: bool
+    seconds: float = 0.0
+    """From its beginning until its tracker was written."""
+    stall: float = 0.0
+    """The part of them for which training stood still on this rank."""
+    num_bytes: int = 0
+    """Of all ranks' tensors."""
 
 
 class Checkpointer:
@@ -93,8 +117,16 @@ class Checkpointer:
         self._saved: list[int] = []
         self._is_clear = False
         """Checkpoints of another history are out of the way of this run's."""
+        self._pending: tuple[SaveReport, float] | None = None
+        """A save in the background, and when it began."""
+        self._background: BackgroundWriter | None = None
         if cfg.save is not None:
             from_first_rank(self._take_lock, groups.world)
+        if cfg.save is not None and cfg.async_save:
+            device = next((each.device.type for chunk in self.chunks for each in chunk.parameters()), "cpu")
+            limit = None if cfg.async_save_staging_gb is None else 1e9 * cfg.async_save_staging_gb
+            patience = SHARE_OF_COLLECTIVE_TIMEOUT * 60.0 * cfg.distributed_timeout_minutes
+            self._background = BackgroundWriter(groups.world, device, limit, patience)
 
     def _take_lock(self) -> None:
         assert self.cfg.save is not None
@@ -102,6 +134,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Lets another job write to --save (the end of the process does so too)."""
+        if self._background is not None:
+            self._background.close()
         if self._lock is not None:
             self._lock.release()
 
@@ -109,21 +143,68 @@ class Checkpointer:
 
     def save(self, state: TrainState) -> bool:
         """Write ``<save>/iter_…`` and move the tracker; whether that worked."""
-        cfg, world = self.cfg, self.groups.world
-        assert cfg.save is not None, "save() without --save"
+        report = self.start_save(state)
+        return report is not None and report.saved
+
+    def start_save(self, state: TrainState, *, background: bool = False) -> SaveReport | None:
+        """Write a checkpoint of ``state``; None with ``background``, where :meth:`finish_save` tells what became of it.
+
+        Then this returns as soon as training may change what is saved. One save at a time is under way.
+        """
+        cfg, world, began = self.cfg, self.groups.world, time.perf_counter()
+        assert cfg.save is not None and self._pending is None, "save() without --save, or during another one"
         folder, iteration = cfg.save, state.iteration
         # Megatron-LM's line up to the name of the format, which scripts look for
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
         live = None if self.optimizer is None or cfg.no_save_optim else self.optimizer.state_dict()
-        try:
-            from_first_rank(lambda: self._prepare(folder), world)
-            writer.save(
-                self._tensors(optimizer=live, rng=not cfg.no_save_rng, rounded=True),
-                get_checkpoint_name(folder, iteration),
-                objects=self._objects(state, live), assets=tokenizer_files(cfg), group=world, fault=self.fault,
+        part = writer.plan(self._tensors(optimizer=live, rng=not cfg.no_save_rng, rounded=True), world)
+        objects, files = self._objects(state, live), part
+        report = SaveReport(dataclasses.replace(state), folder, False, background)
+
+        def work(group: Group, blocks: Blocks, fault: Fault) -> int:
+            from_first_rank(lambda: self._prepare(folder), group)
+            num_bytes = writer.write(
+                files, get_checkpoint_name(folder, iteration), blocks,
+                objects=objects, assets=tokenizer_files(cfg), group=group, fault=fault,
             )  # fmt: skip
-            self.fault("before_tracker")
-            from_first_rank(lambda: self._finish(folder, iteration), world)
+            fault("before_tracker")
+            from_first_rank(lambda: self._finish(folder, iteration, fault), group)
+            return num_bytes
+
+        if not background:
+            return self._end(report, began, lambda: (work(world, host_blocks, self.fault), time.perf_counter()))
+        assert self._background is not None, "start_save(background=True) without --async-save"
+        files = part.without_data()
+        self._background.start(part, work, self.fault, f"the background save of iteration {iteration}")
+        self._pending = dataclasses.replace(report, stall=time.perf_counter() - began), began
+        logger.info("  scheduled an async checkpoint save at iteration %7d to %s", iteration, folder)
+        return None
+
+    @property
+    def saving(self) -> int | None:
+        """The iteration of the save that is under way in the background."""
+        return None if self._pending is None else self._pending[0].state.iteration
+
+    def finish_save(self, wait: bool) -> SaveReport | None:
+        """The save that was under way in the background, once it is over on every rank; ``wait`` until it is.
+
+        Raises:
+            CheckpointError: on the rank whose file system hangs.
+        """
+        if self._pending is None or self._background is None:
+            return None
+        began = time.perf_counter()
+        if not self._background.done(wait):
+            return None
+        (report, started), self._pending = self._pending, None
+        report = dataclasses.replace(report, stall=report.stall + time.perf_counter() - began)
+        return self._end(report, started, self._background.take)
+
+    def _end(self, report: SaveReport, began: float, outcome: Callable[[], tuple[int, float]]) -> SaveReport:
+        """Count and log what became of a save."""
+        folder, iteration = report.folder, report.state.iteration
+        try:
+            num_bytes, ended = outcome()
         except CheckpointError as error:
             self.failed_saves += 1
             self.last_failure = str(error)
@@ -131,13 +212,15 @@ class Checkpointer:
                 "saving checkpoint at iteration %d to %s failed, earlier checkpoints are untouched: %s",
                 iteration, folder, error,
             )  # fmt: skip
-            return False
+            return report
         self.failed_saves = 0
         logger.info(
             "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
             iteration, folder, *self._coordinates(),
         )  # fmt: skip
-        return True
+        seconds = ended - began
+        stall = report.stall if report.background else seconds
+        return dataclasses.replace(report, saved=True, seconds=seconds, stall=stall, num_bytes=num_bytes)
 
     def _prepare(self, folder: str) -> None:
         """Clear away what is in the way of a save, on the first rank."""
@@ -151,11 +234,11 @@ class Checkpointer:
         tp, pp = self.groups.tp, self.groups.pp
         return tp.rank + 1, tp.size, pp.rank + 1, pp.size
 
-    def _finish(self, folder: str, iteration: int) -> None:
+    def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
         """Tracker, then retention, on the first rank."""
         previous = _previous(folder)
-        write_tracker(folder, iteration, self.fault)
-        self.fault("after_tracker")
+        write_tracker(folder, iteration, fault)
+        fault("after_tracker")
         retain = self.cfg.save_retain_interval
         candidates = {previous, *self._saved} if previous is not None else set(self._saved)
         self._saved.append(iteration)
@@ -163,7 +246,7 @@ class Checkpointer:
             return
         for old in sorted(candidates & set(saved_iterations(folder))):
             if old < iteration and old % retain:
-                delete_checkpoint(folder, old, self.fault)
+                delete_checkpoint(folder, old, fault)
 
     def _tensors(
         self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from megatron.core.config.cli import flag
-from megatron.core.config.ranges import NonNegativeInt, PositiveInt
+from megatron.core.config.ranges import NonNegativeInt, PositiveInt, Range
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,14 @@ class CheckpointConfig:
 
     max_failed_saves: PositiveInt = 3
     """Stop, with exit code 75, after this many saves in a row that failed."""
+
+    async_save: bool = False
+    """Write checkpoints behind training, which waits only until they are copied to host memory. One at a time; the last
+    one is waited for."""
+
+    async_save_staging_gb: Annotated[float, Range(0.0, 2.0**20)] | None = None
+    """Host memory per rank for that copy, in GB; for what is beyond it training waits until as much is written.
+    Default: everything at once where half of the host's free memory holds it, else 1."""
 
     load: str | None = None
     """Directory to resume from; training starts from scratch if it holds no checkpoint, unless

@@ -1,7 +1,7 @@
 """Base class of observers of the training loop. Hooks never change the run; without any, training is the same."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,14 @@ class Hook:
         """Just *before* the checkpoint of ``state.iteration`` is written, so that what was logged outlives it."""
 
     def on_saved(self, state: TrainState) -> None:
-        """After that checkpoint is complete."""
+        """After that checkpoint is complete; ``state`` as it holds it, iterations later where it was written in the
+        background."""
+
+    def on_save_wait(self, iteration: int) -> None:
+        """Before training waits for the checkpoint of ``iteration``, which is written in the background."""
+
+    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+        """After :meth:`on_saved`: the record of ``timing.jsonl``."""
 
     def on_train_end(self, state: TrainState) -> None:
         """Last call, also when training ends by an error: flush and close."""
@@ -99,6 +106,12 @@ class Hooks(Hook):
 
     def on_saved(self, state: TrainState) -> None:
         self._tell_all("on_saved", state)
+
+    def on_save_wait(self, iteration: int) -> None:
+        self._tell_all("on_save_wait", iteration)
+
+    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+        self._tell_all("on_save_timed", record)
 
     def on_train_end(self, state: TrainState) -> None:
         try:

@@ -1,6 +1,7 @@
 """Writes ``metrics.jsonl`` and ``timing.jsonl``. Comes before every other sink, so that the truth is there first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.interval import IntervalSummary, Step
@@ -51,6 +52,10 @@ class TimingRecorder(Hook):
 
     def on_log(self, state: TrainState, summary: IntervalSummary) -> None:
         self.file.append(self.clock.record(summary))
+        self.file.flush()
+
+    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+        self.file.append(record)
         self.file.flush()
 
     def on_train_end(self, state: TrainState) -> None:

@@ -22,7 +22,7 @@ class Tags:
 
     def of(self, record: Mapping[str, Any]) -> dict[str, float]:
         """Values of one record of ``metrics.jsonl`` or ``timing.jsonl``."""
-        kinds = {"train": self._of_step, "timing": self._of_timing}
+        kinds = {"train": self._of_step, "timing": self._of_timing, "save": self._of_save}
         return kinds.get(record["kind"], self._of_evaluation)(record)
 
     def _of_step(self, record: Mapping[str, Any]) -> dict[str, float]:
@@ -50,6 +50,10 @@ class Tags:
             if self.validation_perplexity:
                 values[f"{tag} ppl"] = perplexity(value)
         return values
+
+    def _of_save(self, record: Mapping[str, Any]) -> dict[str, float]:
+        names = {"time": "seconds", "stall-time": "stall_seconds", "gb-per-second": "gb_per_second"}
+        return {f"save-checkpoint-{tag}": float(record[name]) for tag, name in names.items()}
 
     def _of_timing(self, record: Mapping[str, Any]) -> dict[str, float]:
         values = {"iteration-time": record["seconds_per_iteration"]}

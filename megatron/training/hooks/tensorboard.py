@@ -62,6 +62,9 @@ class TensorBoardHook(Hook):
             self._add(eval_record(state.iteration, state.consumed_train_samples, result))
         self._flush()
 
+    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+        self._add(record)
+
     def on_save(self, state: TrainState) -> None:
         self._flush()
 

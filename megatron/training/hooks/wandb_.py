@@ -4,7 +4,7 @@ Offline with ``WANDB_MODE=offline``; a run is continued with wandb's own ``WANDB
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,9 @@ class WandbHook(Hook):
         for result in results:
             record = eval_record(state.iteration, state.consumed_train_samples, result)
             self.run.log(self.tags.of(record), step=state.iteration)
+
+    def on_save_timed(self, record: Mapping[str, Any]) -> None:
+        self.run.log(self.tags.of(record), step=max(record["iteration"], self.run.step))  # wandb drops earlier steps
 
     def on_train_end(self, state: TrainState) -> None:
         if self.run is not None:

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +172,17 @@ def eval_record(iteration: int, consumed_samples: int, result: EvalResult) -> di
         record["final"] = True
     record.update({key: float(value) for key, value in result.losses.items()})
     return record
+
+
+def save_record(
+    iteration: int, consumed_samples: int, *, seconds: float, stall: float, num_bytes: int, background: bool
+) -> dict[str, Any]:
+    """The ``timing.jsonl`` record of one complete checkpoint: how long it took, and how long training stood still."""
+    return {
+        "kind": "save", "iteration": iteration, "consumed_samples": consumed_samples, "time": time.time(),
+        "background": background, "seconds": seconds, "stall_seconds": stall, "bytes": num_bytes,
+        "gb_per_second": num_bytes / 1e9 / max(seconds, 1e-9),
+    }  # fmt: skip
 
 
 def losses_of(record: Mapping[str, Any]) -> dict[str, float]:

@@ -111,6 +111,9 @@ class ProgressHook(Hook):
     def on_saved(self, state: TrainState) -> None:
         self.progress.mark("after saving")
 
+    def on_save_wait(self, iteration: int) -> None:
+        self.progress.mark(f"waiting for the background save of iteration {iteration}", long=True)
+
     def on_train_end(self, state: TrainState) -> None:
         self.progress.mark("closing files and logs", long=True)  # an upload may take its time
 

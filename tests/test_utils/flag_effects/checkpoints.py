@@ -34,6 +34,13 @@ def holds(*kinds):
     return has
 
 
+def behind(base, run):
+    """All saves but the last one are written behind training, which the log says in Megatron-LM's words."""
+    finished(base, run)
+    assert [each["background"] for each in run.timings if each["kind"] == "save"] == [True, True, False]
+    assert "scheduled an async checkpoint save at iteration       1" in run.log
+
+
 def gives_up_after(count):
     """Training ends with exit code 75 after so many iterations."""
 
@@ -152,6 +159,10 @@ CHECKPOINTS = [
     row("--save {out}", gives(lambda run: list(run.saved), [2]), holds("model", "optimizer", "rng")),
     row("--save-interval 1", gives(lambda run: list(run.saved), [1, 2]), base=SAVE),
     row("--save-retain-interval 2", gives(lambda run: list(run.saved), [2, 3]), base=TWO_CHECKPOINTS),
+    row("--async-save", behind, gives(lambda run: list(run.saved), [1, 2, 3]), base=TWO_CHECKPOINTS),
+    row("--async-save-staging-gb 0.3", gives(lambda run: "300000000.0" in run.arguments, True),
+        base=f"{TWO_CHECKPOINTS} --async-save",
+        count=("megatron.core.dist_checkpointing.staging:Staging.__init__",)),
     row("--start-over", accepts, iterations(1, 2), base="--save {used}"),
     row("--max-failed-saves 2", gives_up_after(2), base=f"{SAVE} --save-interval 1 --train-iters 5",
         pretend="full_disk"),

@@ -75,4 +75,4 @@ def full_disk():
     from megatron.core.dist_checkpointing.errors import CheckpointError
     from megatron.training.checkpoint import checkpointer as checkpointing
 
-    return mock.patch.object(checkpointing.writer, "save", side_effect=CheckpointError("no space left on device"))
+    return mock.patch.object(checkpointing.writer, "write", side_effect=CheckpointError("no space left on device"))

@@ -100,7 +100,7 @@ def test_a_full_disk_keeps_the_old_checkpoint_and_is_reported(tmp_path, monkeypa
     run = Run(settings(tmp_path)).train(2)
     assert run.save()
 
-    def full(file, tensor):
+    def full(file, *blocks):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:

@@ -90,14 +90,15 @@ def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
 
 def test_files_and_scripts_get_the_same_answers(tmp_path, caplog):
     path = tmp_path / "settings.yaml"
-    path.write_text("fp8_margin: 8\nasync_save: true\nmoe_router_topk: 2\n")
+    path.write_text("fp8_margin: 8\nuse_persistent_ckpt_worker: true\nmoe_router_topk: 2\n")
     expected = ["--fp8-margin 8: fp8 is not available yet; leave it out"]
     assert problems_of(f"--yaml-cfg {path}") == expected
     assert problems_of("", args_defaults={"fp8_margin": 8}) == expected
-    path.write_text("async_save: true\n")
+    path.write_text("use_persistent_ckpt_worker: true\n")
     with caplog.at_level(logging.WARNING):
-        assert parse_args(f"{TINY} --yaml-cfg {path}".split()).async_save
-    assert [record.message.partition(":")[0] for record in caplog.records] == ["--async-save accepted without effect"]
+        assert parse_args(f"{TINY} --yaml-cfg {path}".split()).use_persistent_ckpt_worker
+    [record] = caplog.records
+    assert record.message.startswith("--use-persistent-ckpt-worker accepted without effect")
 
 
 def test_a_value_has_the_same_answer_wherever_it_stands(caplog):

@@ -1,0 +1,230 @@
+"""Saves behind training: the same bits as in the foreground, one at a time; no failure is lost, no death costs one."""
+
+import errno
+import logging
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, staging, writer
+from megatron.training.checkpoint.files import read_tracker, saved_iterations
+from tests.test_utils.checkpointed_run import TRACKER, Run, settings
+from tests.unit_tests.training.test_checkpoint_damage import PHASES, in_child
+
+SAME = {"async_save", "async_save_staging_gb", "save", "load", "explicit"}
+
+
+def contents(folder):
+    """Every tensor, and the objects but for what names the folder and the way of saving."""
+    reader = CheckpointReader(folder)
+    reader.verify()
+    objects = {**reader.objects, "args": {k: v for k, v in reader.objects["args"].items() if k not in SAME}}
+    return {name: reader.read(name).double().tolist() for name in reader.names}, objects
+
+
+def held(gate):
+    """A fault that stops the writer before its first byte until ``gate`` is set."""
+    return lambda phase: phase == "before_shards" and gate.wait(20)
+
+
+@pytest.mark.parametrize("gb", [None, 0.0])
+def test_training_goes_on_and_does_not_leak_into_the_copy(tmp_path, gb):
+    """The writer is held up for three iterations, which change every weight in place."""
+    plain = Run(settings(tmp_path / "plain")).train(2)
+    assert plain.save()
+    gate = threading.Event()
+    run = Run(settings(tmp_path / "behind", async_save=True, async_save_staging_gb=gb), fault=held(gate)).train(2)
+    assert run.checkpointer.start_save(run.state, background=True) is None and run.checkpointer.saving == 2
+    run.train(3)
+    assert run.checkpointer.finish_save(wait=False) is None and not saved_iterations(tmp_path / "behind")
+    gate.set()
+    report = run.checkpointer.finish_save(wait=True)
+    assert report.saved and report.background and report.state.iteration == 2 and run.checkpointer.saving is None
+    assert 0 < report.stall < report.seconds
+    assert report.num_bytes == plain.checkpointer.start_save(plain.state).num_bytes
+    assert contents(tmp_path / "behind/iter_0000002") == contents(tmp_path / "plain/iter_0000002")
+    assert run.bits() == plain.train(3).bits(), "training is not disturbed either"
+    run.checkpointer.close()
+
+
+def test_a_small_limit_makes_staging_and_writing_alternate(tmp_path, monkeypatch):
+    """Three slabs of four blocks for a hundred blocks; sizes that fill no block, and no slab."""
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(staging, "SLAB_BYTES", 256)
+    monkeypatch.setattr(staging, "ALIGNMENT", 16)
+    tensors = [torch.randn(size) for size in (1, 50, 7, 600, 64, 3, 16, 16, 16, 300)]
+    expected = [[bytes(block) for block in writer.host_blocks(each)] for each in tensors]
+    both = staging.Staging(3 * 256, "cpu")
+    for _ in range(2):
+        found = []
+
+        def write(found=found):
+            for each in tensors:
+                time.sleep(0.002)
+                found.append([bytes(block) for block in both.blocks(each.to("meta"))])
+            both.end()
+            both.trim()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        both.stage(iter(tensors))
+        assert both._slabs_left == 0
+        thread.join(20)
+        assert found == expected and both._slabs_left == 3
+
+
+def test_a_failing_writer_lets_staging_end(monkeypatch):
+    monkeypatch.setattr(staging, "SLAB_BYTES", staging.BLOCK_BYTES)
+    both = staging.Staging(0, "cpu")
+    thread = threading.Thread(target=both.end)
+    thread.start()
+    both.stage(torch.zeros(3, staging.BLOCK_BYTES, dtype=torch.uint8))
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_the_default_limit_is_everything_where_there_is_memory(monkeypatch):
+    assert 0 < staging.free_host_memory() < 2**50
+    monkeypatch.setattr(staging, "free_host_memory", lambda: 8e9)
+    assert staging.default_limit(2_000_000_000) > 2e9
+    assert staging.default_limit(4_000_000_000) == 1e9
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert staging.default_limit(2_000_000_000) == 1e9
+
+
+def test_a_failed_save_is_reported_and_leaves_the_earlier_one(tmp_path, monkeypatch, snapshots):
+    run = Run(settings(tmp_path, async_save=True)).train(2)
+    assert run.save()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writer, "_write_blocks", full)
+    for count in (1, 2):
+        run.train(1).checkpointer.start_save(run.state, background=True)
+        assert not run.checkpointer.finish_save(wait=True).saved and run.checkpointer.failed_saves == count
+    assert "No space left" in run.checkpointer.last_failure
+    assert {p.name for p in tmp_path.iterdir()} == {TRACKER, ".lock", "iter_0000002"}
+    monkeypatch.undo()
+    run.checkpointer.start_save(run.state, background=True)
+    assert run.checkpointer.finish_save(wait=True).saved and run.checkpointer.failed_saves == 0
+    survivor = Run(settings(tmp_path, ckpt_step=2))
+    survivor.load()
+    assert survivor.bits() == snapshots[2]
+
+
+def test_what_the_log_says_is_true(tmp_path, caplog):
+    logger, gate = logging.getLogger("megatron"), threading.Event()
+    logger.propagate, before = True, logger.propagate
+    with caplog.at_level(logging.INFO, "megatron"):
+        run = Run(settings(tmp_path, async_save=True), fault=held(gate)).train(1)
+        run.checkpointer.start_save(run.state, background=True)
+        assert caplog.messages[-1] == f"  scheduled an async checkpoint save at iteration       1 to {tmp_path}"
+        gate.set()
+        run.checkpointer._background._thread.join(20)
+        assert "successfully" not in caplog.text
+        run.checkpointer.finish_save(wait=False)
+        assert f"  successfully saved checkpoint from iteration       1 to {tmp_path}" in caplog.text
+    logger.propagate = before
+
+
+def test_a_bug_in_the_thread_is_raised_as_it_is(tmp_path):
+    def fault(phase):
+        if phase == "before_manifest":
+            raise ZeroDivisionError("a bug")
+
+    run = Run(settings(tmp_path, async_save=True), fault=fault).train(1)
+    run.checkpointer.start_save(run.state, background=True)
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        run.checkpointer.finish_save(wait=True)
+
+
+def test_a_file_system_that_hangs_is_named(tmp_path):
+    gate = threading.Event()
+    cfg = settings(tmp_path, async_save=True, distributed_timeout_minutes=0.005)
+    run = Run(cfg, fault=held(gate)).train(1)
+    run.checkpointer.start_save(run.state, background=True)
+    with pytest.raises(CheckpointError, match="the background save of iteration 1: no progress for .*hangs"):
+        run.checkpointer.finish_save(wait=True)
+    gate.set()
+    run.checkpointer.close()
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "before_shards", "shards_written"])
+def test_death_at_any_phase_leaves_the_old_or_the_new_checkpoint(tmp_path, phase, snapshots):
+    cfg = settings(tmp_path, save_retain_interval=10, async_save=True)
+    again, armed = phase == "between_renames", []
+    run = Run(cfg, fault=lambda name: os._exit(9) if armed and name == phase else None).train(2)
+    assert run.save()
+    run.train(0 if again else 2)
+    armed.append(1)
+
+    def save_behind():
+        run.checkpointer.start_save(run.state, background=True)
+        run.checkpointer.finish_save(wait=True)
+
+    assert in_child(save_behind) == 9
+    survivor = Run(cfg)
+    survivor.load()
+    assert survivor.state.iteration in ((2,) if again else (2, 4))
+    assert survivor.bits() == snapshots[survivor.state.iteration]
+    assert survivor.train(1).save()
+    assert not [p for p in tmp_path.glob(".*") if p.name != ".lock"], "the next save cleans up"
+
+
+def ranks_save_behind(rank, world, folder, broken):
+    """Iterations that each rank made before all of them knew; what all have heard of the save."""
+    parallel_state.initialize_model_parallel()
+
+    def fault(phase):
+        if phase == "mid_shard" and rank == 1:
+            time.sleep(0.3)
+            if broken:
+                raise OSError(errno.EIO, "one rank's disk")
+
+    groups = parallel_state.get_process_groups()
+    run = Run(settings(folder, async_save=True), groups, fault=fault).train(1)
+    run.checkpointer.start_save(run.state, background=True)
+    while (report := run.checkpointer.finish_save(wait=False)) is None:
+        run.train(1)  # with collectives of its own
+    run.checkpointer.close()
+    return run.state.iteration, report.saved, report.num_bytes, run.checkpointer.last_failure, run.bits()[0]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_all_ranks_hear_of_it_at_the_same_iteration(gloo_pool, tmp_path, broken, snapshots):
+    outcomes = gloo_pool.run(ranks_save_behind, 3, tmp_path, broken)
+    assert len({outcome[:4] for outcome in outcomes}) == 1 and outcomes[0][4] == outcomes[1][4]
+    iteration, saved, num_bytes, failure, _ = outcomes[0]
+    assert iteration > 1 and saved is not broken
+    if broken:
+        assert "rank 1: OSError: [Errno 5] one rank's disk" in failure and num_bytes == 0
+        assert {p.name for p in tmp_path.iterdir()} == {".lock"}
+        return
+    assert read_tracker(tmp_path) == 1
+    CheckpointReader(tmp_path / "iter_0000001").verify()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gb", [None, 0.0])
+def test_copies_off_a_gpu_hold_the_moment_of_the_save(tmp_path, gb, monkeypatch):
+    monkeypatch.setattr(Run, "device", "cuda")
+    gate = threading.Event()
+    plain = Run(settings(tmp_path / "plain")).train(2)
+    assert plain.save()
+    run = Run(settings(tmp_path / "behind", async_save=True, async_save_staging_gb=gb), fault=held(gate)).train(2)
+    run.checkpointer.start_save(run.state, background=True)
+    run.train(3)
+    gate.set()
+    assert run.checkpointer.finish_save(wait=True).saved
+    ours, theirs = contents(tmp_path / "behind/iter_0000002"), contents(tmp_path / "plain/iter_0000002")
+    assert ours[1] == theirs[1] and {k: v for k, v in ours[0].items() if k[:4] != "rng."} == {
+        k: v for k, v in theirs[0].items() if k[:4] != "rng."
+    }
+
+
