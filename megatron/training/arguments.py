@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron.core.config import absent, cli
 from megatron.core.config.cli import ConfigError, FlagSpec, Problem, Segment
-from megatron.core.config.moe import expert_tensor_ranks
+from megatron.core.config.moe import MoEConfig, expert_tensor_ranks
 from megatron.core.config.notices import notice
 from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
 from megatron.training.config.launcher import environment_problems, is_first_rank, launched_world_size
@@ -144,7 +144,10 @@ def core_transformer_config_from_args(
     Args:
         args: a resolved :class:`PretrainConfig`, or a namespace with its fields.
     """
-    return (config_class or TransformerConfig)(**values_of(ModelSettings, args))
+    settings = values_of(ModelSettings, args)
+    if args.num_moe_experts is None:  # what concerns experts has no effect then, of which a notice tells
+        settings |= values_of(MoEConfig, MoEConfig())
+    return (config_class or TransformerConfig)(**settings)
 
 
 def log_arguments(cfg: PretrainConfig) -> None:

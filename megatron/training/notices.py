@@ -56,3 +56,5 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
     of_experts = [name for name in sorted(given.explicit) if name.startswith(("moe_", "expert_tensor"))]
     if of_experts and resolved.num_moe_experts is None:
         yield f"{', '.join(of_experts)}: no effect without --num-experts N"
+    elif resolved.moe_token_dispatcher_type == "flex":
+        yield "--moe-token-dispatcher-type flex: tokens travel as with alltoall, with the same results"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.distributed import finalize_model_grads, mean_factor
 from megatron.core.schedules import batch_size as batch_sizes
-from megatron.core.transformer.statistics import StatisticsSum, Totals, invalid_values, losses_of, summaries
+from megatron.core.statistics import StatisticsSum, Totals, invalid_values, losses_of, summaries
 from megatron.training.checkpoint.checkpointer import SaveReport
 from megatron.training.checks.finite import FiniteCheck, named_by_origin
 from megatron.training.components import Components
@@ -163,7 +163,7 @@ class Trainer:
             )
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)
-        finalize_model_grads(parts.model, groups=parts.groups)
+        finalize_model_grads(parts.model, groups=parts.groups, sum_statistics=False)
         sums.share(parts.groups.pp, self.loss_names).all_reduce(parts.groups.dp_cp)
         self.loss_names = list(sums.pairs)
         statistics = self.statistics(self.device)

@@ -310,7 +310,7 @@ def gradients_of_experts_averaged(rank):
 def expert_bias_from_own_tokens(rank):
     """The bias of the choice follows the load that this rank's tokens make."""
     router = module("megatron.core.transformer.moe.router").TopKRouter
-    statistics = module("megatron.core.transformer.statistics").StepStatistics
+    statistics = module("megatron.core.statistics").StepStatistics
     take, end_step = statistics.take, router.end_step
 
     def noting(self, device):

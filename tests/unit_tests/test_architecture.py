@@ -23,10 +23,11 @@ CORE = {
     "inference": "config",
     "extensions": "config fusions",
     "sharding": "config groups random",
+    "statistics": "groups",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups sharding",
     "export": "attention config dist_checkpointing models sharding",
-    "distributed": "config dist_checkpointing groups parallel_state sharding",
+    "distributed": "config dist_checkpointing groups parallel_state sharding statistics",
     "tensor_parallel": "config extensions fusions groups parallel_state random sharding",
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",
     "pipeline_parallel": "config groups parallel_state tensor_parallel",
@@ -34,12 +35,12 @@ CORE = {
     "attention": "config description enums extensions fusions groups random sharding",
     "transformer":
         "attention config description enums extensions fusions groups parallel_state pipeline_parallel random sharding "
-        "tensor_parallel",
+        "statistics tensor_parallel",
     # modules with parameters, where its neighbours know kernels alone
     "extensions.transformer_engine": "attention config extensions groups sharding tensor_parallel",
     "models":
         "attention config description enums extensions extensions.transformer_engine groups parallel_state "
-        "pipeline_parallel random sharding tensor_parallel transformer",
+        "pipeline_parallel random sharding statistics tensor_parallel transformer",
 }  # fmt: skip
 TRAINING = {
     "config": "core",

@@ -10,6 +10,8 @@ from megatron.core.config.attention import parse_layer_pattern
 from megatron.core.config.cli import flag
 from megatron.core.config.ranges import Dim, NonNegativeFloat, NumRanks, PositiveFloat, Probability
 
+TokenDispatcher = Literal["allgather", "alltoall", "flex"]
+
 
 @dataclass(kw_only=True)
 class MoEConfig:
@@ -99,8 +101,9 @@ class MoEConfig:
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
     """Which tokens are dropped: those with the smallest weights, or the last ones."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "allgather"
-    """How tokens travel to the ranks of their experts: all to everyone, or each to where it goes."""
+    moe_token_dispatcher_type: TokenDispatcher = "allgather"
+    """How tokens travel to the ranks of their experts: all to everyone, or each to where it goes; flex is the same as
+    alltoall."""
 
     overlap_moe_expert_parallel_comm: bool = False
     """Two-batch overlap: tokens of one half of a micro-batch travel between experts' ranks while the other half

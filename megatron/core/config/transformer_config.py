@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from megatron.core.config.attention import AttentionConfig
 from megatron.core.config.cli import ConfigError, Problem, derived
 from megatron.core.config.memory import RecomputeConfig
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import ModelParallelConfig, ParallelismConfig, PrecisionConfig
-from megatron.core.config.moe import MoEConfig
+from megatron.core.config.moe import MoEConfig, TokenDispatcher
 from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import InitializationConfig, NetworkSizeConfig
 from megatron.core.config.pipeline import PipelineConfig
@@ -67,7 +67,8 @@ def following_sizes(settings: ModelSettings) -> dict[str, Any]:
         "ffn_hidden_size": default_ffn_hidden_size(hidden, gated=settings.swiglu) if hidden else None,
         "embedding_init_method_std": settings.init_method_std,
     }
-    values["moe_ffn_hidden_size"] = settings.ffn_hidden_size or values["ffn_hidden_size"]
+    if settings.num_moe_experts is not None:
+        values["moe_ffn_hidden_size"] = settings.ffn_hidden_size or values["ffn_hidden_size"]
     return {name: value for name, value in values.items() if getattr(settings, name) is None}
 
 
@@ -144,6 +145,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
                 return
         yield from self._impossible_heads()
         yield from self._impossible_latents()
+        yield from self._impossible_experts()
         if self.fp16 and self.bf16:
             yield Problem("fp16", "excludes bf16", True, "choose one of the two")
         if sum((self.swiglu, self.squared_relu, self.quick_geglu)) > 1:
@@ -178,6 +180,24 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("qk_pos_emb_head_dim", "must be even: pairs are rotated", self.qk_pos_emb_head_dim)
         if self.mla_down_proj_fusion and self.q_lora_rank is None:
             yield Problem("mla_down_proj_fusion", "needs q_lora_rank", True)
+
+    def _impossible_experts(self) -> Iterator[Problem]:
+        experts, pattern, none = self.num_moe_experts, self.moe_layer_freq, MoEConfig()
+        if experts is None:
+            given = [name for name, value in values_of(MoEConfig, self).items() if value != getattr(none, name)]
+            if given:
+                yield Problem("num_moe_experts", f"is needed by {', '.join(given)}", fix="give it, or leave those out")
+            return
+        if experts % self.expert_model_parallel_size:
+            size = self.expert_model_parallel_size
+            yield Problem("num_moe_experts", f"is not a multiple of expert_model_parallel_size {size}", experts)
+        if self.moe_router_topk > experts:
+            yield Problem("moe_router_topk", f"is more than num_moe_experts {experts}", self.moe_router_topk)
+        if isinstance(pattern, list) and len(pattern) != self.num_layers:
+            reason = f"has {len(pattern)} entries for num_layers {self.num_layers}"
+            yield Problem("moe_layer_freq", reason, pattern, "give a 0 or 1 for every layer")
+        if self.moe_token_dispatcher_type not in (kinds := get_args(TokenDispatcher)):
+            yield Problem("moe_token_dispatcher_type", f"is none of {', '.join(kinds)}", self.moe_token_dispatcher_type)
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.parameter_shard import ParameterShard
 from megatron.core.sharding.placement import adopt_declarations
+from megatron.core.statistics import StatisticsSum
 
 
 class DataParallel(nn.Module):
@@ -33,6 +34,8 @@ class DataParallel(nn.Module):
         self.groups = groups
         self.shares_update = False
         """Whether the ranks of ``DataParallelGroups.shard`` each update a part of a parameter."""
+        self.statistics_sum: StatisticsSum | None = None
+        """That of all chunks of this rank, which the first of them keeps."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""

@@ -13,11 +13,12 @@ from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.distributed.partial_gradients import sum_partial_gradients
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.statistics import StatisticsSum
 
 
 def finalize_model_grads(
     model_chunks: Sequence[DataParallel], num_tokens: Tensor | None = None, *, expected_tokens: float = 1.0,
-    groups: ProcessGroups | None = None, **unused: Any,
+    groups: ProcessGroups | None = None, sum_statistics: bool = True, **unused: Any,
 ) -> Tensor | None:  # fmt: skip
     """Sum gradients over the data-parallel ranks, complete partial ones, and normalise them.
 
@@ -30,6 +31,8 @@ def finalize_model_grads(
             without the loss; None leaves the sums, for a caller that gives ``mean_factor`` to the optimizer.
         expected_tokens: the constant that the micro-batch losses were divided by.
         groups: this rank's process groups; None takes those of ``parallel_state``.
+        sum_statistics: also sum what modules count, which moves the expert bias of routers; False for a caller that
+            has its own ``StatisticsSum``, whose sums it wants to see.
 
     Returns:
         Valid tokens of the global batch (fp64 scalar), or None. A batch with none leaves zero gradients.
@@ -38,6 +41,8 @@ def finalize_model_grads(
         chunk.finish_grad_sync()
     groups = groups or parallel_state.get_process_groups()
     sum_partial_gradients(model_chunks, groups)
+    if sum_statistics and model_chunks:
+        _sum_statistics(model_chunks, groups)
     if num_tokens is None:
         return None
     total = num_tokens.detach().to(torch.float64).clone()
@@ -47,6 +52,13 @@ def finalize_model_grads(
     for chunk in model_chunks:
         chunk.scale_gradients(mean_factor(expected_tokens, total))
     return total
+
+
+def _sum_statistics(model_chunks: Sequence[DataParallel], groups: ProcessGroups) -> None:
+    first = model_chunks[0]
+    if first.statistics_sum is None:  # once: its constructor asks the other pipeline stages
+        first.statistics_sum = StatisticsSum(model_chunks, groups)
+    first.statistics_sum(next(first.parameters()).device)
 
 
 def mean_factor(expected_tokens: float, num_tokens: Tensor) -> Tensor:

@@ -33,13 +33,13 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups import collective_names
 from megatron.core.groups.process_groups import Group, ProcessGroups
+from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.norm import make_norm
 from megatron.core.transformer.recompute import layer_runs
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.statistics import StepStatistics
 
 
 class Tokens(NamedTuple):

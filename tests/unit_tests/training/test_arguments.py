@@ -130,7 +130,6 @@ def test_retired_spellings_are_logged(caplog):
         ("--num-layer 3", "--num-layer: unknown flag; did you mean --num-layers"),
         ("--window-size a", "--window-size a: "),
         ("--moe-layer-freq [2]", "--moe-layer-freq [2]: must be an integer"),
-        ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex: this dispatcher is not available"),
         ("--fp8-hybrid", "--fp8-format hybrid: fp8 is not available yet"),
         ("--fp8-e4m3", "--fp8-format e4m3: fp8 is not available yet"),
         ("--cpu-optimizer --cpu-optimizer-type ADAM", "--optimizer-cpu-offload: optimizer state in host memory is not"),

@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.stages import branches_of_layers, pipeline_
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import ParameterSpec, Partial, initialize_parameters
+from megatron.core.statistics import modules_with_statistics
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.context import ForwardContext
@@ -40,7 +41,6 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron.core.transformer.side_losses import SideLosses
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.statistics import modules_with_statistics
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]

@@ -231,7 +231,7 @@ class AllToAllDispatcher(Dispatcher):
         return lambda: combine_rows(returning.wait(), way.sent, self.moves)
 
 
-_KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher}
+_KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": AllToAllDispatcher}
 
 
 def build_dispatcher(config: TransformerConfig, *, groups: ProcessGroups) -> Dispatcher:

@@ -27,6 +27,7 @@ from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 from megatron.core.fusions.routing import Summary, choose_triton, weigh_triton
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Zeros, parameter
+from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import weight_init
@@ -42,7 +43,6 @@ from megatron.core.transformer.moe.routing import (
 )
 from megatron.core.transformer.recompute import choose, is_recomputing
 from megatron.core.transformer.side_losses import attach_loss
-from megatron.core.transformer.statistics import StepStatistics
 
 _DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 

@@ -106,7 +106,7 @@ def test_all_problems_of_experts_are_told_at_once():
 
 def said(text):
     given = parse_args(f"{TINY} {text}".split())
-    return [each for each in notices(given, validate_args(given, 1)) if "--num-experts" in each]
+    return [each for each in notices(given, validate_args(given, 1)) if "--num-experts" in each or "flex" in each]
 
 
 def test_settings_of_experts_without_experts_get_one_notice():
@@ -114,3 +114,10 @@ def test_settings_of_experts_without_experts_get_one_notice():
         "expert_tensor_parallel_size, moe_fusion, moe_layer_freq, moe_router_topk: no effect without --num-experts N"
     ]
     assert said("") == [] and said("--num-experts 4 --moe-router-topk 2") == []
+
+
+def test_the_flex_dispatcher_is_all_to_all_with_one_notice():
+    flex = "--num-experts 4 --moe-token-dispatcher-type flex"
+    told = "--moe-token-dispatcher-type flex: tokens travel as with alltoall, with the same results"
+    assert said(flex) == [told]
+    assert not problems(f"{flex} --moe-enable-deepep --moe-flex-dispatcher-backend hybridep --moe-deepep-num-sms 8", 1)

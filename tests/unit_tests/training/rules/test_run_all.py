@@ -231,7 +231,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
 @pytest.mark.parametrize(
     "text",
     [
-        "--fp8-format hybrid", "--moe-token-dispatcher-type flex", "--transformer-impl inference_optimized",
+        "--fp8-format hybrid", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--mask-prob 0.2", "--optimizer muon",
         "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-megatron-fsdp",
         "--optimizer-cpu-offload",

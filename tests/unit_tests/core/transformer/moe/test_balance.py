@@ -13,6 +13,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
+from megatron.core.statistics import StatisticsSum
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe.balance import (
     SideLossRule,
@@ -24,7 +25,6 @@ from megatron.core.transformer.moe.balance import (
 )
 from megatron.core.transformer.moe.routing import top_k
 from megatron.core.transformer.side_losses import SideLosses
-from megatron.core.transformer.statistics import StatisticsSum
 
 DOUBLE = torch.float64
 S, B, E, K = 6, 3, 5, 2

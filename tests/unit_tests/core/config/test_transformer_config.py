@@ -1,0 +1,46 @@
+"""Impossible settings of experts in a library configuration: refused at once, in its own words."""
+
+import dataclasses
+
+import pytest
+
+from megatron.core.config.cli import ConfigError
+from megatron.core.transformer import TransformerConfig
+from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
+from tests.unit_tests.core.config.test_absent import TINY
+
+SIZES = {"num_layers": 3, "hidden_size": 16, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"moe_router_topk": 4, "expert_model_parallel_size": 2},
+         "num_moe_experts: is needed by expert_model_parallel_size, moe_router_topk; give it, or leave those out"),
+        ({"moe_ffn_hidden_size": 8}, "num_moe_experts: is needed by moe_ffn_hidden_size"),
+        ({"num_moe_experts": 4, "moe_layer_freq": [0, 1]},
+         "moe_layer_freq 0 1: has 2 entries for num_layers 3; give a 0 or 1 for every layer"),
+        ({"num_moe_experts": 2, "moe_router_topk": 3}, "moe_router_topk 3: is more than num_moe_experts 2"),
+        ({"num_moe_experts": 6, "expert_model_parallel_size": 4},
+         "num_moe_experts 6: is not a multiple of expert_model_parallel_size 4"),
+        ({"num_moe_experts": 4, "moe_token_dispatcher_type": "all"},
+         "moe_token_dispatcher_type all: is none of allgather, alltoall, flex"),
+    ],
+)  # fmt: skip
+def test_impossible_experts_are_refused(settings, problem):
+    with pytest.raises(ConfigError) as caught:
+        TransformerConfig(**SIZES, **settings)
+    assert [str(each) for each in caught.value.problems][0].startswith(problem)
+
+
+def test_configurations_may_be_derived_from_dense_ones_and_those_with_experts():
+    dense = TransformerConfig(**SIZES)
+    assert dense.moe_ffn_hidden_size is None and dataclasses.replace(dense, hidden_size=32).hidden_size == 32
+    sparse = dataclasses.replace(dense, num_moe_experts=4, moe_layer_freq=[0, 1, 1])
+    assert sparse.moe_ffn_hidden_size == dense.ffn_hidden_size
+    assert TransformerConfig(**SIZES, num_moe_experts=4, moe_token_dispatcher_type="flex").num_moe_experts == 4
+
+
+def test_settings_without_effect_on_a_command_line_do_not_reach_the_library():
+    args = validate_args(parse_args(f"{TINY} --moe-router-topk 4 --moe-layer-freq [1]".split()), 1)
+    assert core_transformer_config_from_args(args).moe_router_topk == 2
