@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.config.resolve import needs_built_in_layers
+from megatron.training.config.resolve import needs_built_in_layers, overlaps_without_halves
 
 
 def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
@@ -16,8 +16,10 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     for name in ("distributed_backend", "split"):
         if name not in given.explicit and getattr(given, name) != getattr(resolved, name):
             yield f"{name}: {getattr(resolved, name)} (chosen, as it was not given)"
+    whole = overlaps_without_halves(given)
+    yield from (f"--{name.replace('_', '-')}: off, as {reason}" for name, reason in whole.items())
     for name in ("sequence_parallel", "tp_comm_overlap"):
-        if getattr(given, name) and not getattr(resolved, name):
+        if getattr(given, name) and not getattr(resolved, name) and name not in whole:
             yield f"{name}: off, as --tensor-model-parallel-size is 1"
     halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved, name)]
     for name in halved if resolved.micro_batch_size % 2 else ():
@@ -29,7 +31,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
 
 def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
     if given.transformer_impl != resolved.transformer_impl:
-        reasons = ", ".join(needs_built_in_layers(given))
+        reasons = ", ".join(needs_built_in_layers(resolved))
         yield f"--transformer-impl {given.transformer_impl}: built-in layers take its place, which {reasons} needs"
     own_attention = resolved.context_parallel_size > 1 or resolved.attention_backend == "local"
     if resolved.transformer_impl == "transformer_engine" and resolved.attention_dropout and not own_attention:
@@ -47,6 +49,9 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
             yield f"{flag}: no effect without --save DIRECTORY; nothing is saved"
     if given.recompute_num_layers is not None and resolved.recompute_num_layers is None:
         yield f"--recompute-num-layers {given.recompute_num_layers}: no effect without --recompute-granularity full"
+    for name in ("use_distributed_optimizer", "overlap_param_gather"):
+        if getattr(given, name) and not getattr(resolved, name):
+            yield f"--{name.replace('_', '-')}: no effect beside --use-torch-fsdp2, which shards and gathers everything"
     sizes = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mla_down_proj_fusion")
     unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
     if unused and not resolved.multi_latent_attention:

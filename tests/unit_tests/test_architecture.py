@@ -53,7 +53,7 @@ TRAINING = {
     "hooks": "core config exits observe train_state",
     "arguments": "core config exits notices rules",
     "initialize": "core config",
-    "report": "core arguments config model_description",
+    "report": "core arguments config model_description rules",
     "data": "core config exits",
     "tasks": "core arguments config data hooks initialize model_description",
     "checkpoint": "core arguments config train_state",

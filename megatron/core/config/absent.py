@@ -156,7 +156,7 @@ def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment],
         if row is None:
             kept.append(segment)
         elif row.status == "means":
-            notices.append(f"{segment.typed} {row.meaning}")
+            notices.append(f"{' '.join(segment.tokens) if of_value else segment.typed} {row.meaning}")
             for token in row.answer.split():
                 front += segment.operands if token == OPERANDS else [token]
         elif row.status not in ("not yet", "no effect"):

@@ -9,6 +9,7 @@ import dataclasses
 import os
 from typing import Any
 
+from megatron.core.config.moe import depends_on_micro_batch
 from megatron.core.config.transformer_config import following_sizes
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -33,6 +34,8 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     Args:
         gpus: whether ranks have GPUs; None: look.
     """
+    off: dict[str, Any] = dict.fromkeys(overlaps_without_halves(cfg), False)
+    cfg = dataclasses.replace(cfg, **off)
     values: dict[str, Any] = {"world_size": world_size}
     values.update(_implementations(cfg, gpu_present() if gpus is None else gpus))
     values.update(_without_effect(cfg))
@@ -43,6 +46,21 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     cfg = dataclasses.replace(cfg, **_batches(cfg))
     cfg = dataclasses.replace(cfg, **_schedules(cfg))
     return dataclasses.replace(cfg, resolved=True)
+
+
+def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
+    """Overlaps of the two halves of a micro-batch that cannot be had, by field, and why: what they overlap, and no
+    result, depends on them."""
+    whole = {"mlp", "layernorm", "mla_up_proj", "moe", "shared_experts"} & set(cfg.recompute_modules or ())
+    reasons = {
+        "--use-torch-fsdp2 gathers a layer's weights as a whole": cfg.use_torch_fsdp2,
+        f"--recompute-modules {' '.join(sorted(whole))} recomputes a layer in one piece": bool(whole),
+        "capacity, sinkhorn and aux_loss look at the whole micro-batch": cfg.num_moe_experts is not None
+        and depends_on_micro_batch(cfg),
+    }
+    reason = next((reason for reason, applies in reasons.items() if applies), None)
+    asked = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(cfg, name)]
+    return dict.fromkeys(asked, reason) if reason else {}
 
 
 def needs_built_in_layers(cfg: PretrainConfig) -> list[str]:
@@ -71,6 +89,8 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
         values.update(save_interval=None, save_retain_interval=None, async_save=False)
     if cfg.recompute_granularity != "full":
         values["recompute_num_layers"] = None
+    if cfg.use_torch_fsdp2:
+        values.update(use_distributed_optimizer=False, overlap_param_gather=False)
     return values
 
 

@@ -5,7 +5,9 @@ Torch-free. Parameter counts are exact; memory: ``memory.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +23,9 @@ from megatron.training.config.resolve import rank_order
 from megatron.training.model_description import describe_run
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
+from megatron.training.rules.run_all import check
+
+Rows = Iterator[tuple[str, Any]]
 
 
 def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
@@ -30,13 +35,13 @@ def vocab_size_of(cfg: PretrainConfig) -> tuple[int | None, str]:
     if cfg.tokenizer_type == "ByteLevelTokenizer":
         return 257, cfg.tokenizer_type
     path = cfg.vocab_file
-    if path is not None and path.endswith(".json"):
+    if path is None or not os.path.isfile(path):
+        return None, "unknown"
+    if path.endswith(".json"):
         with open(path, encoding="utf-8") as file:
             return len(json.load(file)), path
-    if path is not None:
-        with open(path, encoding="utf-8") as file:
-            return sum(1 for line in file if line.strip()), path
-    return None, "unknown"
+    with open(path, encoding="utf-8") as file:
+        return sum(1 for line in file if line.strip()), path
 
 
 def preflight(cfg: PretrainConfig) -> bool:
@@ -70,6 +75,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
         "memory": memory_rows(cfg, vocab_size or 0),
         "batches": _batches(cfg, model.flops_per_sample if vocab_size else None),
         "schedule": _schedule(cfg),
+        "missing on this machine": _missing_here(cfg),
     }
     lines = []
     for title, rows in sections.items():
@@ -78,9 +84,14 @@ def dry_run_report(cfg: PretrainConfig) -> str:
     return "\n".join([*lines, "the settings are consistent; nothing was started", ""])
 
 
-_AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
+def _missing_here(cfg: PretrainConfig) -> Rows:
+    """Packages, GPUs and files that a run on this machine would be refused for."""
+    for each in check(dataclasses.replace(cfg, dry_run=False)):
+        flag, _, reason = str(each).partition(": ")
+        yield flag, reason
 
-Rows = Iterator[tuple[str, Any]]
+
+_AXES = {"tp": "tensor", "cp": "context", "ep": "expert", "dp": "data", "pp": "pipeline"}
 
 
 def _layout(cfg: PretrainConfig) -> Rows:

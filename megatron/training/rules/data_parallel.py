@@ -38,9 +38,6 @@ def torch_fsdp2_stands_alone(cfg: PretrainConfig) -> Problems:
         if not cfg.torch_fsdp2_reshard_after_forward:
             yield problem(cfg, "torch_fsdp2_reshard_after_forward", "counts only with --use-torch-fsdp2")
         return
-    if cfg.use_distributed_optimizer:
-        reason = "contradicts --use-distributed-optimizer, whose optimizer state is sharded already"
-        yield problem(cfg, "use_torch_fsdp2", reason, "choose one of the two")
     if cfg.pipeline_model_parallel_size > 1:
         reason = "would gather every layer once per micro-batch and stage; it is not combined with"
         yield problem(cfg, "use_torch_fsdp2", f"{reason} --pipeline-model-parallel-size", "use tensor parallelism")

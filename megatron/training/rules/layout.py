@@ -7,7 +7,6 @@ import os
 
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
-from megatron.core.config.moe import depends_on_micro_batch
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, missing, problem
 
@@ -67,25 +66,11 @@ def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
 def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:
     if cfg.tp_comm_overlap and not cfg.sequence_parallel:
         yield problem(cfg, "tp_comm_overlap", "needs --sequence-parallel", "add it")
-    for field in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm"):
-        if getattr(cfg, field):
-            yield from _halves_can_take_turns(cfg, field)
-
-
-def _halves_can_take_turns(cfg: PretrainConfig, field: str) -> Problems:
-    if cfg.use_torch_fsdp2:
-        yield problem(cfg, field, "excludes --use-torch-fsdp2, which gathers a layer's weights as a whole")
-    kept = sorted({"mlp", "layernorm", "mla_up_proj", "moe", "shared_experts"} & set(cfg.recompute_modules or ()))
-    if kept:
-        reason = f"excludes --recompute-modules {' '.join(kept)}: the other half of a micro-batch runs in between"
-        yield problem(cfg, field, reason, "recompute core_attn, mlp_act, moe_act or whole layers")
-    if cfg.num_moe_experts is not None and depends_on_micro_batch(cfg):
-        reason = "excludes capacity, sinkhorn and aux_loss, which look at the whole micro-batch"
-        yield problem(cfg, field, reason, "--moe-router-load-balancing-type seq_aux_loss")
 
 
 def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
-    if cfg.nccl_communicator_config_path is not None and not os.path.isfile(cfg.nccl_communicator_config_path):
+    path = cfg.nccl_communicator_config_path
+    if path is not None and not cfg.dry_run and not os.path.isfile(path):
         yield problem(cfg, "nccl_communicator_config_path", "is no file")
 
 

@@ -205,7 +205,7 @@ def validation_sets_are_named(cfg: PretrainConfig) -> Problems:
 def log_sinks_are_complete(cfg: PretrainConfig) -> Problems:
     if cfg.wandb_project and not cfg.wandb_exp_name:
         yield missing("wandb_exp_name", "is required with --wandb-project")
-    if cfg.wandb_project and not is_installed("wandb"):
+    if cfg.wandb_project and not cfg.dry_run and not is_installed("wandb"):
         yield problem(cfg, "wandb_project", "needs the package wandb", "pip install wandb, or leave the flag out")
     if cfg.wandb_project and not (cfg.wandb_save_dir or cfg.save):
         yield missing("wandb_save_dir", "this or --save is required with --wandb-project")

@@ -123,7 +123,6 @@ def test_retired_spellings_are_logged(caplog):
     ("text", "problem"),
     [
         ("--warmup 3", "--warmup: is not a flag any more; --lr-warmup-fraction or --lr-warmup-iters"),
-        ("--use-legacy-models", "--use-legacy-models: is not a flag any more"),
         ("--expert-parallel", "--expert-parallel: is not a flag any more; --expert-model-parallel-size"),
         ("--dsa-indexer-topk 3", "--dsa-indexer-topk: exists in Megatron-LM, is not available here; leave it out"),
         ("--retro-workdir x", "--retro-workdir: was removed from Megatron-LM; leave it out"),

@@ -52,8 +52,11 @@ def same(text, value):
 
 @pytest.mark.parametrize("row", CORE, ids=[row["flag"] for row in CORE])
 def test_core_flag_exists_as_known(row):
-    spec = TABLE[normalize(row["flag"])]
     name = row["flag"]
+    older = absent.by_name().get(normalize(name))
+    if older and older.status == "means":
+        return  # read as a flag of this table
+    spec = TABLE[normalize(name)]
     for spelling in row["spellings"].split():
         assert TABLE[normalize(spelling)] is spec
     if spec.is_bool:

@@ -106,7 +106,7 @@ def test_report_is_made_for_evaluation_and_unknown_vocabularies(tmp_path):
     cfg = settings("--skip-train --dry-run")
     assert "nothing is trained" in dry_run_report(cfg)
     model = tmp_path / "tokenizer.model"
-    cfg = dataclasses.replace(cfg, resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+    cfg = dataclasses.replace(cfg, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
                               tokenizer_model=str(model))  # fmt: skip
     report = dry_run_report(cfg)
     assert "without the embedding" in report and "computation" not in report
@@ -187,7 +187,7 @@ def test_buffers_are_estimated_without_a_vocabulary(tmp_path):
         "--dry-run --use-distributed-optimizer --untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 "
         "--num-layers 4 --num-layers-per-virtual-pipeline-stage 2"
     )
-    cfg = dataclasses.replace(settings(text), resolved=False, vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
+    cfg = dataclasses.replace(settings(text), vocab_size=None, tokenizer_type="HuggingFaceTokenizer",
                               tokenizer_model=str(tmp_path / "tokenizer.model"))  # fmt: skip
     assert "GiB per rank" in dry_run_report(cfg)
 

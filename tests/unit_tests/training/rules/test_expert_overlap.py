@@ -1,8 +1,12 @@
-"""What excludes experts' communication beside other computation is named."""
+"""What excludes experts' communication beside other computation turns it off, with a notice."""
 
 import pytest
 
-from tests.unit_tests.training.rules.test_run_all import problems
+from megatron.training.arguments import parse_args
+from megatron.training.config.resolve import resolve
+from megatron.training.notices import notices
+from megatron.training.rules.run_all import check
+from tests.unit_tests.training.rules.test_run_all import TINY, problems
 
 MOE = "--num-experts 4 --moe-ffn-hidden-size 32"
 HALVES = "--overlap-moe-expert-parallel-comm"
@@ -20,16 +24,23 @@ def test_consistent_settings_pass(text):
     assert problems(text) == []
 
 
+def test_experts_are_needed():
+    (found,) = problems(HALVES)
+    assert "needs experts" in found
+
+
 @pytest.mark.parametrize(
     "text, reason",
     [
-        (HALVES, "needs experts"),
-        (f"{MOE} {HALVES} --moe-aux-loss-coeff 0.1", "seq_aux_loss"),
+        (f"{MOE} {HALVES} --moe-aux-loss-coeff 0.1", "look at the whole micro-batch"),
         (f"{MOE} {HALVES} --moe-expert-capacity-factor 1.0", "look at the whole micro-batch"),
         (f"{MOE} {HALVES} --moe-router-load-balancing-type sinkhorn", "look at the whole micro-batch"),
-        (f"{MOE} {HALVES} {SELECTIVE} moe", "the other half of a micro-batch runs in between"),
+        (f"{MOE} {HALVES} {SELECTIVE} moe", "--recompute-modules moe recomputes a layer in one piece"),
+        (f"{MOE} {HALVES} --use-torch-fsdp2", "gathers a layer's weights as a whole"),
     ],
 )  # fmt: skip
-def test_contradictions_are_named(text, reason):
-    (found,) = problems(text)
-    assert reason in found
+def test_what_needs_whole_micro_batches_turns_the_overlap_off(text, reason):
+    given = parse_args(f"{TINY} {text}".split())
+    resolved = resolve(given, 1)
+    assert not resolved.overlap_moe_expert_parallel_comm and not check(resolved)
+    assert [each for each in notices(given, resolved) if each.startswith(f"{HALVES}: off, as ") and reason in each]

@@ -210,8 +210,6 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
         ("--recompute-activations --recompute-modules mlp loss", 1, "--recompute-modules mlp loss: loss not available"),
         ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
-        ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --recompute-granularity selective"
-         " --recompute-modules layernorm", 2, "--tp-comm-overlap: excludes --recompute-modules layernorm"),
         ("--distribute-saved-activations", 1, "--distribute-saved-activations: counts only with --recompute-gran"),
     ],
 )  # fmt: skip
@@ -233,7 +231,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     [
         "--fp8-format hybrid", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--mask-prob 0.2", "--optimizer muon",
-        "--position-embedding-type relative", "--tokenizer-type SFTTokenizer", "--use-megatron-fsdp",
+        "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],

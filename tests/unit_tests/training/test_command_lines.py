@@ -1,0 +1,101 @@
+"""Command lines as people who come from Megatron-LM type them: they pass a dry run on a machine without GPUs,
+Transformer Engine or the files that they name, and what is done otherwise than asked is said in one sentence each."""
+
+import logging
+
+import pytest
+
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.report.dry_run import dry_run_report
+
+SIZES = "--num-layers 12 --hidden-size 512 --num-attention-heads 8 --seq-length 1024 --max-position-embeddings 1024"
+BATCHES = "--micro-batch-size 4 --global-batch-size 32 --train-iters 50 --lr 1.5e-4 --lr-decay-style cosine --bf16"
+FILES = "--data-path /data/my_text --vocab-file /data/vocab.json --merge-file /data/merges.txt --split 949,50,1"
+SAVING = "--save /out --load /out --ckpt-format torch_dist --dist-ckpt-strictness log_all --save-interval 50"
+ENGINE = "--transformer-impl transformer_engine --use-mcore-models --distributed-backend nccl"
+BASE = f"{SIZES} {BATCHES} {FILES} {SAVING} {ENGINE} --deterministic-mode --attention-softmax-in-fp32 --log-interval 1"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+EXPERTS = (
+    "--num-experts 8 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --moe-grouped-gemm --swiglu "
+    "--tensor-model-parallel-size 2 --sequence-parallel --disable-bias-linear --moe-router-topk 2 "
+)
+SIDE_LOSS = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+LATENTS = "--multi-latent-attention --q-lora-rank 192 --kv-lora-rank 64 --qk-head-dim 16 --qk-pos-emb-head-dim 8"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+
+OUR_ATTENTION = "--attention-dropout 0.1: attention is built-in, not Transformer Engine's"
+LINES = [
+    ("", OUR_ATTENTION),
+    ("--async-save --use-persistent-ckpt-worker --no-ckpt-fully-parallel-save", OUR_ATTENTION),
+    ("--tensor-model-parallel-size 4 --qk-layernorm --test-mode", "--test-mode accepted without effect"),
+    ("--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"
+     " --overlap-p2p-communication-warmup-flush --microbatch-group-size-per-virtual-pipeline-stage 4",
+     "--overlap-p2p-communication-warmup-flush accepted without effect"),
+    (f"--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3 {SHARDED} --ckpt-format torch"
+     " --overlap-param-gather-with-optimizer-step --check-weight-hash-across-dp-replicas-interval 10",
+     "--overlap-param-gather-with-optimizer-step accepted without effect"),
+    ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --defer-embedding-wgrad-compute"
+     " --wgrad-deferral-limit 2 --dist-ckpt-save-pre-mcore-014", "--dist-ckpt-save-pre-mcore-014 accepted without"),
+    (f"--tensor-model-parallel-size 2 --context-parallel-size 2 --sequence-parallel {NO_DROPOUT} --attention-backend"
+     " flash --use-tp-pp-dp-mapping --expert-tensor-parallel-size 4", "expert_tensor_parallel_size: no effect"),
+    ("--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap --tp-comm-overlap-cfg /data/overlap.yaml"
+     " --disable-tp-comm-bulk-dgrad", "built-in layers take its place, which --tp-comm-overlap needs"),
+    (f"--tensor-model-parallel-size 2 {LATENTS} --v-head-dim 16 --untie-embeddings-and-output-weights",
+     "built-in layers take its place, which --multi-latent-attention needs"),
+    (f"--use-torch-fsdp2 {SHARDED} --no-async-tensor-model-parallel-allreduce",
+     "--use-distributed-optimizer: no effect beside --use-torch-fsdp2"),
+    ("--use-megatron-fsdp --data-parallel-sharding-strategy optim --ckpt-format fsdp_dtensor --fsdp-double-buffer",
+     "--use-megatron-fsdp means --use-torch-fsdp2"),
+    ("--distributed-backend nccl2", "--distributed-backend nccl2 means --distributed-backend nccl"),
+    ("--recompute-granularity selective --recompute-modules layernorm core_attn --recompute-num-layers 1",
+     "--recompute-num-layers 1: no effect without --recompute-granularity full"),
+    (f"--te-rng-tracker --enable-experimental --high-priority-stream-groups tp_cp --log-energy {NO_DROPOUT}",
+     "--te-rng-tracker accepted without effect"),
+    ("--position-embedding-type rope --rope-scaling-factor 8", "--rope-scaling-factor 8: no effect without"),
+    ("--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp --use-transformer-engine-op-fuser",
+     "--cuda-graph-impl transformer_engine accepted without effect"),
+    ("--cuda-graph-impl full_iteration --nvtx-ranges --log-straggler", "--cuda-graph-impl full_iteration accepted"),
+    ("--wandb-project runs --wandb-exp-name first --use-legacy-models", "--use-legacy-models accepted without effect"),
+    (f"{EXPERTS} {SIDE_LOSS} --moe-permute-fusion --moe-router-fusion", "--moe-permute-fusion accepted without effect"),
+    (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute --pipeline-model-parallel-size 2"
+     " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn and aux_loss"),
+    (f"{EXPERTS} {SIDE_LOSS} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20",
+     "--moe-token-dispatcher-type flex means --moe-token-dispatcher-type alltoall"),
+]  # fmt: skip
+
+
+def dry_run(line):
+    """As ``pretrain_gpt.py`` starts it on one of 8 ranks."""
+    given = parse_args(f"{line} --dry-run".split(), args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    return validate_args(given, 8)
+
+
+@pytest.mark.parametrize(("text", "notice"), LINES)
+def test_line_passes_and_says_what_is_done_otherwise(text, notice, caplog):
+    with caplog.at_level(logging.INFO):
+        cfg = dry_run(f"{BASE} {text}")
+    said = [record.message for record in caplog.records]
+    assert sum(notice in each for each in said) == 1, said
+    assert len(said) == len(set(said))
+    assert "the settings are consistent" in dry_run_report(cfg)
+
+
+def test_saving_intervals_without_a_folder_are_taken(caplog):
+    with caplog.at_level(logging.INFO):
+        dry_run(BASE.replace("--save /out", ""))
+    assert any(record.message.startswith("--save-interval 50: no effect without --save") for record in caplog.records)
+
+
+def test_dry_run_lists_what_a_run_would_miss_here(monkeypatch):
+    monkeypatch.setattr("megatron.training.rules.backends.is_installed", lambda package: False)
+    monkeypatch.setattr("megatron.training.rules.training.is_installed", lambda package: False)
+    report = dry_run_report(dry_run(f"{BASE} --wandb-project runs --wandb-exp-name first"))
+    missing = report[report.index("missing on this machine") :]
+    assert "pip install --no-build-isolation 'transformer_engine[pytorch]'" in missing
+    assert "pip install wandb" in missing and "/data/vocab.json" in missing and "/data/merges.txt" in missing
+
+
+@pytest.mark.parametrize("text", ["--fim-data --fim-rate 0.5", "--use-mup", "--experimental-attention-variant dsa"])
+def test_what_would_change_results_is_refused(text):
+    with pytest.raises(ValueError, match="exists in Megatron-LM, is not available here"):
+        parse_args(f"{BASE} {text}".split())
