@@ -87,7 +87,7 @@ def _read(path: Path, name: str, start: int, dtype: torch.dtype, shape: list[int
 
 def write_safetensors(
     path: str | os.PathLike, tensors: Mapping[str, LazyTensor], *, dtypes: Mapping[str, torch.dtype] | None = None,
-    on_tensor: Callable[[str], None] = lambda name: None,
+    on_tensor: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
     """Write the new file ``path`` and fsync it.
 
@@ -115,6 +115,7 @@ def write_safetensors(
             for start in range(0, data.numel(), BLOCK_BYTES):
                 file.write(memoryview(data[start : start + BLOCK_BYTES].numpy()))  # type: ignore[arg-type]
             del values, data  # before the next one is read
-            on_tensor(name)
+            if on_tensor is not None:
+                on_tensor(name)
         file.flush()
         os.fsync(file.fileno())

@@ -66,8 +66,4 @@ def save_hf(
     """
     from megatron.core.export.hf.writer import save
 
-    save(model, Path(folder), dtype=dtype, max_shard_bytes=max_shard_bytes, family=family, on_tensor=on_tensor or _nothing)
-
-
-def _nothing(name: str) -> None:
-    """Hear of a tensor."""
+    save(model, Path(folder), dtype, max_shard_bytes=max_shard_bytes, family=family, on_tensor=on_tensor)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.attention.window import layer_window
-from megatron.core.export.hf.settings import Computed, Table, get, refuse_key, refuse_setting
+from megatron.core.export.hf.settings import Computed, Rule, Table, get, refuse
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What --use-rope-scaling has, beside its factor."""
@@ -18,73 +17,79 @@ UNUSUAL_YARN = {
 """Parameters of YaRN that are said only where they differ from these."""
 
 
-def _load_groups(config: Table) -> dict[str, Any]:
-    heads = get(config, ("num_attention_heads",), 0)
-    groups = get(config, ("num_key_value_heads",), heads)
-    return {"num_query_groups": groups, "group_query_attention": groups != heads}
+def groups(default: int | None = None) -> Computed:
+    """Heads of keys and values; ``default`` where config.json says nothing, None: as many as query heads."""
 
+    def load(config: Table) -> dict[str, Any]:
+        heads = get(config, ("num_attention_heads",))
+        count = get(config, ("num_key_value_heads",), default or heads)
+        return {"num_query_groups": count, "group_query_attention": count != heads}
 
-GROUPS = Computed(
-    ("num_key_value_heads",), ("num_query_groups", "group_query_attention"), _load_groups,
-    lambda settings: {"num_key_value_heads": settings["num_query_groups"]},
-)  # fmt: skip
-"""Heads of keys and values."""
+    settings = ("num_query_groups", "group_query_attention")
+    return Computed(
+        ("num_key_value_heads",), settings, load, lambda ours: {"num_key_value_heads": ours["num_query_groups"]}
+    )
 
 
 def equal_heads(width: str, heads: str) -> Computed:
-    """Heads that share out the width of the residual stream, as no key says otherwise."""
+    """As many heads of keys and values as of queries, which share out the width of the residual stream."""
+
+    def load(config: Table) -> dict[str, Any]:
+        count = get(config, (heads,))
+        return {"num_query_groups": count, "group_query_attention": False,
+                "kv_channels": get(config, (width,)) // count}  # fmt: skip
 
     def save(settings: Table) -> dict[str, Any]:
         hidden, count = settings["hidden_size"], settings["num_attention_heads"]
-        if settings["kv_channels"] * count != hidden:
-            raise refuse_setting("kv_channels", settings["kv_channels"], f"only {hidden} / {count} can be said")
+        for name, wanted in (("kv_channels", hidden // count), ("num_query_groups", count)):
+            if settings[name] != wanted:
+                raise refuse(name, settings[name], f"the family has {wanted} for {count} heads")
         return {}
 
-    return Computed((), ("kv_channels",), lambda config: {"kv_channels": config[width] // config[heads]}, save)
+    return Computed((), ("kv_channels", "num_query_groups", "group_query_attention"), load, save)
 
 
-@dataclass(frozen=True)
-class Rope:
-    """Rotary positions: base, share of the channels, and how they are stretched."""
+ROTARY = (
+    "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor", "rotary_scaling_factor", "yarn_original_max_position_embeddings",
+    "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim", "rope_type",
+)  # fmt: skip
 
-    base: float = 10000.0
-    """Where config.json says nothing."""
-    base_key: str = "rope_theta"
-    share: float | None = None
-    """Share of the channels that is rotated, where config.json says nothing; None: always all of them."""
-    share_key: str = "partial_rotary_factor"
-    kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    latent: bool = False
-    """Of multi-latent attention, whose stretching is a setting of its own."""
 
-    @property
-    def theirs(self) -> tuple[str, ...]:
-        return ("rope_parameters", "rope_scaling", self.base_key, self.share_key)
+class Rope(Rule):
+    """Rotary positions: base, share of the channels, and how they are stretched.
 
-    @property
-    def ours(self) -> tuple[str, ...]:
-        return (
-            "position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor",
-            "rotary_seq_len_interpolation_factor", "rotary_scaling_factor", "yarn_original_max_position_embeddings",
-            "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int", "mscale", "mscale_all_dim",
-            "rope_type",
-        )  # fmt: skip
+    Args:
+        base: where config.json says nothing.
+        share: of the channels that is rotated, where config.json says nothing; None: always all of them.
+        kinds: of stretching that the family knows.
+        latent: of multi-latent attention, whose stretching is a setting of its own.
+    """
+
+    def __init__(
+        self, base: float = 10000.0, *, share: float | None = None, base_key: str = "rope_theta",
+        share_key: str = "partial_rotary_factor", latent: bool = False,
+        kinds: tuple[str, ...] = ("default", "linear", "llama3", "yarn"),
+    ) -> None:  # fmt: skip
+        super().__init__(("rope_parameters", "rope_scaling", base_key, share_key), ROTARY)
+        self.base, self.share, self.base_key, self.share_key = base, share, base_key, share_key
+        self.latent, self.kinds = latent, kinds
 
     def load(self, config: Table) -> dict[str, Any]:
         given = get(config, ("rope_parameters", "rope_scaling"), {})
         if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
-            raise refuse_key("rope_parameters", given, "which cannot be represented: all layers rotate in one way")
+            raise refuse("rope_parameters", given, "which cannot be represented: all layers rotate in one way")
         stretch = {name: value for name, value in given.items() if value is not None}
         base = stretch.pop("rope_theta", get(config, (self.base_key,), self.base))
         share = stretch.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
         kind = stretch.pop("rope_type", None) or stretch.get("type") or "default"
         stretch.pop("type", None)
         if base != int(base):
-            raise refuse_key(self.base_key, base, "which cannot be represented: --rotary-base is a whole number")
+            raise refuse(self.base_key, base, "which cannot be represented: --rotary-base is a whole number")
         if share != 1.0 and self.share is None:
-            raise refuse_key(self.share_key, share, "but the family rotates all channels")
+            raise refuse(self.share_key, share, "but the family rotates all channels")
         if kind not in self.kinds:
-            raise refuse_key("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
+            raise refuse("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
         settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": int(base)}
         settings["rotary_percent"] = float(share)
         if self.latent:
@@ -93,30 +98,30 @@ class Rope:
         if kind == "yarn" and not self.latent:
             settings["position_embedding_type"] = "yarn"
         if stretch:
-            raise refuse_key("rope_scaling", stretch, f"which type {kind!r} cannot have here")
+            raise refuse("rope_scaling", stretch, f"which type {kind!r} cannot have here")
         return settings
 
     def save(self, settings: Table) -> dict[str, Any]:
         positions, share = settings["position_embedding_type"], settings["rotary_percent"]
         if positions not in ("rope", "yarn"):
-            raise refuse_setting("position_embedding_type", positions, "the family rotates")
+            raise refuse("position_embedding_type", positions, "the family rotates")
         config: dict[str, Any] = {self.base_key: float(settings["rotary_base"])}
         if self.share is not None:
             config[self.share_key] = share
         elif share != 1.0:
-            raise refuse_setting("rotary_percent", share, "the family rotates all channels")
+            raise refuse("rotary_percent", share, "the family rotates all channels")
         stretch: dict[str, Any] | None = None
         if factor := settings["rotary_seq_len_interpolation_factor"]:
             stretch = {"rope_type": "linear", "factor": float(factor)}
         if settings["use_rope_scaling"]:
             if stretch:
-                raise refuse_setting("rotary_seq_len_interpolation_factor", factor, "beside use_rope_scaling")
+                raise refuse("rotary_seq_len_interpolation_factor", factor, "beside use_rope_scaling")
             stretch = {"rope_type": "llama3", "factor": settings["rope_scaling_factor"], **LLAMA3}
         if settings["rope_type"] == "yarn" or settings["rope_type"] is None and self.latent or positions == "yarn":
             stretch = _save_yarn(settings)
         kind = stretch["rope_type"] if stretch else "default"
         if kind not in self.kinds:
-            raise refuse_setting("rope_type", kind, f"the family knows {', '.join(self.kinds)}")
+            raise refuse("rope_type", kind, f"the family knows {', '.join(self.kinds)}")
         return {**config, "rope_scaling": stretch}
 
 
@@ -128,21 +133,21 @@ def _plain(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
 def _linear(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     factor = stretch.pop("factor", 1.0)
     if factor != int(factor):
-        raise refuse_key("rope_scaling factor", factor, "which cannot be represented: it must be a whole number")
+        raise refuse("rope_scaling factor", factor, "which cannot be represented: it must be a whole number")
     return {"rotary_seq_len_interpolation_factor": int(factor)}
 
 
 def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     for name, wanted in LLAMA3.items():
         if (value := stretch.pop(name, wanted)) != wanted:
-            raise refuse_key(f"rope_scaling {name}", value, f"which cannot be represented: only {wanted} can")
+            raise refuse(f"rope_scaling {name}", value, f"which cannot be represented: only {wanted} can")
     return {"use_rope_scaling": True, "rope_scaling_factor": float(stretch.pop("factor", 8.0))}
 
 
 def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     weights = [stretch.pop(name, 0.0) for name in ("mscale", "mscale_all_dim")]
     if bool(weights[0]) != bool(weights[1]):
-        raise refuse_key("rope_scaling mscale, mscale_all_dim", weights, "which only count together")
+        raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which only count together")
     return {
         "rotary_scaling_factor": float(stretch.pop("factor", 1.0)),
         "yarn_original_max_position_embeddings":
@@ -166,38 +171,31 @@ def _save_yarn(settings: Table) -> dict[str, Any] | None:
     if settings["mscale_all_dim"]:
         stretch |= {name: settings[name] for name in ("mscale", "mscale_all_dim")}
     elif settings["mscale"] != 1.0:
-        raise refuse_setting("mscale", settings["mscale"], "which counts only with mscale_all_dim there")
+        raise refuse("mscale", settings["mscale"], "which counts only with mscale_all_dim there")
     return stretch
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@dataclass(frozen=True)
-class Window:
-    """Sliding windows; theirs count the token itself, ours what lies to its left."""
+class Window(Rule):
+    """Sliding windows; theirs count the token itself, ours what lies to its left.
 
-    default: int | None = None
-    """Window where config.json says nothing."""
-    switch: bool = False
-    """``use_sliding_window`` turns it on."""
-    first: str | None = None
-    """Key of the first layer with a window (Qwen2's ``max_window_layers``) beside ``layer_types``."""
-    every: int = 1
-    """Where nothing names layers: of so many, all but the last have a window; 1: all."""
+    Args:
+        default: width where config.json says nothing.
+        switch: ``use_sliding_window`` turns it on.
+        first: key of the first layer with a window (Qwen2's ``max_window_layers``), where ``layer_types`` is missing.
+        every: where nothing names layers: of so many, all but the last have a window; 1: all have.
+    """
 
-    @property
-    def by_layer(self) -> bool:
-        return self.first is not None or self.every > 1
-
-    @property
-    def theirs(self) -> tuple[str, ...]:
-        named = ((self.first,) if self.first else ()) + (("layer_types",) if self.by_layer else ())
-        return ("sliding_window", *(("use_sliding_window",) if self.switch else ()), *named)
-
-    @property
-    def ours(self) -> tuple[str, ...]:
-        return ("window_size", "window_attn_skip_freq")
+    def __init__(
+        self, default: int | None = None, *, switch: bool = False, first: str | None = None, every: int = 1
+    ) -> None:
+        self.default, self.switch, self.first, self.every = default, switch, first, every
+        self.by_layer = first is not None or every > 1
+        keys = {"use_sliding_window": switch, first or "": first is not None, "layer_types": self.by_layer}
+        known = [key for key, is_read in keys.items() if is_read]
+        super().__init__(("sliding_window", *known), ("window_size", "window_attn_skip_freq"))
 
     def load(self, config: Table) -> dict[str, Any]:
         count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
@@ -210,7 +208,7 @@ class Window:
         elif isinstance(kinds, list) and len(kinds) == count and set(kinds) <= {SLIDING, FULL}:
             has = [kind == SLIDING for kind in kinds]
         else:
-            raise refuse_key("layer_types", kinds, f"but must name {SLIDING} or {FULL} for each of {count} layers")
+            raise refuse("layer_types", kinds, f"but must name {SLIDING} or {FULL} for each of {count} layers")
         if not any(has):
             return {"window_size": None, "window_attn_skip_freq": None}
         pattern = None if all(has) else [int(each) for each in has]
@@ -218,17 +216,18 @@ class Window:
 
     def save(self, settings: Table) -> dict[str, Any]:
         size, skip = settings["window_size"], settings["window_attn_skip_freq"]
-        has = [layer_window(size and tuple(size), skip, number + 1) for number in range(settings["num_layers"])]
+        layers = range(1, settings["num_layers"] + 1)
+        has = [layer_window(size and tuple(size), skip, number) is not None for number in layers]
         on = any(has)
         if on and (size[0] < 0 or size[1] > 0):
-            raise refuse_setting("window_size", size, "only a left side can be said")
+            raise refuse("window_size", size, "only a left side can be said")
         if on and not all(has) and not self.by_layer:
-            raise refuse_setting("window_attn_skip_freq", skip, "the family has a window in every layer or none")
+            raise refuse("window_attn_skip_freq", skip, "the family has a window in every layer or none")
         config: dict[str, Any] = {"sliding_window": size[0] + 1 if on else None}
         if self.switch:
             config["use_sliding_window"] = on
         if self.by_layer:
             config["layer_types"] = [SLIDING if each else FULL for each in has]
-        if self.first:
-            config[self.first] = next((layer for layer, each in enumerate(has) if each), len(has))
+        if self.first and on:
+            config[self.first] = has.index(True)
         return config

@@ -21,7 +21,7 @@ from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.layouts import Layout
-from megatron.core.export.hf.settings import Rule, refuse_key, refuse_setting
+from megatron.core.export.hf.settings import Ignored, Rule, refuse
 from megatron.core.models.gpt_description import describe_gpt
 
 GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
@@ -57,9 +57,14 @@ class Family:
     weights: Mapping[str, Layout | str]
     """Our name, without ``.weight`` or ``.bias``, and with ``*`` for the layer -> where it lies there."""
     unused: tuple[str, ...] = ()
-    """Patterns of tensors that files hold and nobody needs: masks, tables of angles."""
+    """Patterns of tensors that are left out: masks, tables of angles; ``{num_layers}`` is the number of layers."""
     base: str = "model."
     """Beginning of all names but the output layer's, which some files leave out."""
+
+    @property
+    def passive(self) -> set[str]:
+        """Keys of config.json that can be handed on as they are."""
+        return PASSIVE.union(*(rule.theirs for rule in self.config if isinstance(rule, Ignored)))
 
     def load_settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Settings of the command line for a ``config.json``.
@@ -71,11 +76,11 @@ class Family:
         for rule in self.config:
             for name, value in rule.load(config).items():
                 if settings.setdefault(name, value) != value:
-                    raise refuse_key(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r}")
-        known = PASSIVE | {name for rule in self.config for name in rule.theirs}
+                    raise refuse(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r}")
+        known = PASSIVE.union(*(rule.theirs for rule in self.config))
         for name, value in config.items():
             if name not in known and value not in (None, False, [], {}):
-                raise refuse_key(
+                raise refuse(
                     name, value, f"which {self.model_type} has no place for; remove it if the model is the same without"
                 )
         _check_kinds(settings)
@@ -91,12 +96,12 @@ class Family:
         for rule in self.config:
             for name, value in rule.save(settings).items():
                 if config.setdefault(name, value) != value:
-                    raise refuse_setting(rule.ours[0], value, f"but another setting makes {name} {config[name]!r}")
+                    raise refuse(rule.ours[0], value, f"but another setting makes {name} {config[name]!r}")
         said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
         defaults = {**_defaults(), **ELSEWHERE}
         for name in described(settings)[1]:
             if name not in said and settings[name] != defaults[name]:
-                raise refuse_setting(name, settings[name], f"the family has {defaults[name]!r} alone")
+                raise refuse(name, settings[name], f"the family has {defaults[name]!r} alone")
         return config
 
     def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
@@ -132,10 +137,10 @@ def _check_kinds(settings: Mapping[str, Any]) -> None:
         kinds = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}.get(spec.type_name, (object,))
         fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         if reason := spec.refusal(value) if fits else f"is no {spec.type_name}":
-            raise refuse_setting(spec.field, value, f"as config.json has it: {reason}")
+            raise refuse(spec.field, value, f"as config.json has it: {reason}")
     for name in ("vocab_size", "max_position_embeddings"):
         if type(settings.get(name, 1)) is not int or settings.get(name, 1) < 1:
-            raise refuse_setting(name, settings[name], "as config.json has it: must be a positive integer")
+            raise refuse(name, settings[name], "as config.json has it: must be a positive integer")
 
 
 def complete(settings: Mapping[str, Any]) -> dict[str, Any]:

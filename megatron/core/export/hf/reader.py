@@ -31,13 +31,13 @@ def load(folder: Path) -> Interchange:
     family, settings = load_settings(folder)
     plan = placements(family, complete(settings))
     found = _with_base(_open_weights(folder), family)
-    tied = not settings["untie_embeddings_and_output_weights"]
-    _check(found, expected(plan), family, tied, folder)
+    left_out = _check(found, expected(plan), family, settings, folder)
     if len(kinds := {tensor.dtype for tensor in found.values() if not tensor.dtype.is_floating_point}):
         raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
     assets = {f"tokenizer/{name}": folder / name for name in TOKENIZER if (folder / name).is_file()}
     assets |= {f"hf/{name}": folder / name for name in (CONFIG, GENERATION) if (folder / name).is_file()}
-    return Interchange(settings, to_ours(plan, found), assets=assets)
+    notes = [f"left out {len(left_out)} tensors that the model does not have: {_some(left_out)}"] if left_out else []
+    return Interchange(settings, to_ours(plan, found), assets=assets, notes=notes)
 
 
 def _open_weights(folder: Path) -> dict[str, LazyTensor]:
@@ -94,16 +94,22 @@ def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTe
 
 
 def _check(
-    found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family, tied: bool, folder: Path
-) -> None:
-    """Drop what nobody needs; raise for everything that is missing, left over or of another shape."""
+    found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family, settings: Mapping[str, Any],
+    folder: Path,
+) -> list[str]:  # fmt: skip
+    """Drop what the family leaves out, and return its names; raise for everything that is missing, left over or of
+    another shape."""
+    tied = not settings["untie_embeddings_and_output_weights"]
     head = f"{family.weights.get('output_layer')}.weight"
+    unused = "|".join(family.unused).replace("{num_layers}", str(settings["num_layers"]))
+    left_out = []
     for name in [each for each in found if each not in wanted]:
-        if any(re.fullmatch(pattern, name) for pattern in family.unused) or (tied and name == head):
+        if (unused and re.fullmatch(unused, name)) or (tied and name == head):
             if name == head and not _equal(found[name], found.get(_embedding(family))):
                 reason = "config.json says tie_word_embeddings, but it differs from the embedding"
                 raise UserError(f"{folder}: {name}: {reason}; set tie_word_embeddings to false")
             del found[name]
+            left_out.append(name)
     problems = []
     for name, shape in wanted.items():
         if name not in found:
@@ -115,6 +121,7 @@ def _check(
     if problems:
         listed = _some(problems, "; ")
         raise UserError(f"{folder}: weights and config.json do not fit ({len(problems)} problems): {listed}")
+    return left_out
 
 
 def _embedding(family: Family) -> str:

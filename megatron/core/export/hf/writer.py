@@ -19,7 +19,7 @@ import torch
 from megatron.core.config.errors import UserError
 from megatron.core.export.hf.config_file import CONFIG, GENERATION, read_config
 from megatron.core.export.hf.conversion import Placement, placements, to_theirs
-from megatron.core.export.hf.family import PASSIVE, complete, counters
+from megatron.core.export.hf.family import complete, counters
 from megatron.core.export.hf.registry import family_for
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.safetensors_files import write_safetensors
@@ -30,8 +30,8 @@ _LISTED = 20
 
 
 def save(
-    model: Interchange, folder: Path, *, dtype: torch.dtype | None, max_shard_bytes: int, family: str | None,
-    on_tensor: Callable[[str], None],
+    model: Interchange, folder: Path, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
+    on_tensor: Callable[[str], None] | None,
 ) -> None:  # fmt: skip
     """See :func:`megatron.core.export.hf.save_hf`."""
     if os.path.lexists(folder):
@@ -47,7 +47,7 @@ def save(
     kinds = {name: _stored(name, tensor, dtype) for name, tensor in tensors.items()}
     config = chosen.save_settings(settings)
     config["torch_dtype"] = str(max(kinds.values(), key=list(kinds.values()).count)).removeprefix("torch.")
-    config |= {name: source[name] for name in sorted(PASSIVE & source.keys() - _OWN)}
+    config |= {name: source[name] for name in sorted(chosen.passive & source.keys() - _OWN)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.tmp-{uuid.uuid4().hex[:8]}")
     try:
@@ -98,7 +98,7 @@ def _check(plan: list[Placement], tensors: Mapping[str, LazyTensor]) -> None:
 
 def _write_weights(
     folder: Path, tensors: Mapping[str, LazyTensor], kinds: Mapping[str, torch.dtype], max_shard_bytes: int,
-    on_tensor: Callable[[str], None],
+    on_tensor: Callable[[str], None] | None,
 ) -> None:  # fmt: skip
     shards: list[dict[str, LazyTensor]] = [{}]
     total = size = 0

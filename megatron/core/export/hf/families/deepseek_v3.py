@@ -1,0 +1,71 @@
+"""DeepSeek-V3 and R1 (``DeepseekV3ForCausalLM``): latent attention, experts in groups beside a shared one.
+
+Layers of multi-token prediction, which ``transformers`` leaves out too, do not come over.
+"""
+
+from typing import Any
+
+from megatron.core.export.hf.attention_settings import Rope
+from megatron.core.export.hf.families.llama import (
+    AROUND,
+    ATTENTION,
+    DROPOUT,
+    EXPERTS,
+    FEED_FORWARD,
+    FFN,
+    NO_BIASES,
+    SILU_GATED,
+    SIZES,
+    tied,
+)
+from megatron.core.export.hf.family import Family
+from megatron.core.export.hf.layer_settings import FIRST_DENSE
+from megatron.core.export.hf.layouts import Halves
+from megatron.core.export.hf.settings import Computed, Ignored, Ours, Same, Theirs, same
+
+SHARED = "model.layers.*.mlp.shared_experts"
+LATENTS = {
+    "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+}  # fmt: skip
+
+
+def _shared_width(config: Any) -> dict[str, Any]:
+    return {"moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"] or None}
+
+
+FAMILY = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM",
+    config=(
+        *SIZES, FFN, *DROPOUT, tied(False), SILU_GATED, NO_BIASES, FIRST_DENSE, Rope(latent=True),
+        # the norms of its latents have this epsilon whatever the key says
+        Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True,
+              "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+              "moe_router_pre_softmax": False}),
+        *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
+              v_head_dim="v_head_dim", num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
+              moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor",
+              moe_router_num_groups="n_group", moe_router_group_topk="topk_group"),
+        Same("q_lora_rank", "q_lora_rank", default=None),
+        Same("num_attention_heads", "num_key_value_heads"),
+        Computed(
+            ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _shared_width,
+            lambda ours: {"n_shared_experts":
+                          (ours["moe_shared_expert_intermediate_size"] or 0) // ours["moe_ffn_hidden_size"]},
+        ),
+        Theirs({"rms_norm_eps": 1e-6, "attention_bias": False, "norm_topk_prob": True, "rope_interleave": True,
+                "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+        Ignored(("num_nextn_predict_layers", "head_dim", "qk_head_dim", "output_router_logits", "ep_size",
+                 "aux_loss_alpha", "seq_aux")),
+    ),
+    weights={
+        **AROUND, **ATTENTION, **FEED_FORWARD, **EXPERTS,
+        **{f"decoder.layers.*.self_attention.{ours}": f"model.layers.*.self_attn.{theirs}"
+           for ours, theirs in LATENTS.items()},
+        "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        "decoder.layers.*.mlp.shared_experts.linear_fc1": Halves(f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
+        "decoder.layers.*.mlp.shared_experts.linear_fc2": f"{SHARED}.down_proj",
+    },
+    unused=(r"model\.layers\.{num_layers}\..*", r".*\.rotary_emb\.inv_freq"),
+)  # fmt: skip

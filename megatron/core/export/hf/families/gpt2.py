@@ -1,0 +1,44 @@
+"""GPT-2 (``GPT2LMHeadModel``): learned positions, matrices [in, out]."""
+
+from megatron.core.export.hf.attention_settings import equal_heads
+from megatron.core.export.hf.families.llama import tied
+from megatron.core.export.hf.family import Family
+from megatron.core.export.hf.layouts import Layout, QueryKeyValue
+from megatron.core.export.hf.settings import Choice, Ignored, Ours, Same, Theirs, same
+
+GELU = {
+    "gelu_new": {"bias_gelu_fusion": True}, "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
+    "gelu_fast": {"bias_gelu_fusion": True}, "gelu": {"bias_gelu_fusion": False},
+}  # fmt: skip
+"""Of layers with biases: the fused form is the tanh approximation."""
+
+FAMILY = Family(
+    "gpt2", "GPT2LMHeadModel",
+    config=(
+        *same(num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", vocab_size="vocab_size",
+              max_position_embeddings="n_positions"),
+        Same("ffn_hidden_size", "n_inner", default=lambda config: 4 * config["n_embd"]),
+        Same("norm_epsilon", "layer_norm_epsilon", default=1e-5),
+        equal_heads("n_embd", "n_head"), tied(True), Choice("activation_function", GELU, default="gelu_new"),
+        Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
+        Same("attention_dropout", "attn_pdrop", default=0.1),
+        Same("hidden_dropout", "resid_pdrop", default=0.1), Same("hidden_dropout", "embd_pdrop", default=0.1),
+        Theirs({"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}),
+        Ignored(("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation",
+                 "summary_proj_to_labels", "summary_first_dropout")),
+    ),
+    weights={
+        "embedding.word_embeddings": "transformer.wte",
+        "embedding.position_embeddings": "transformer.wpe",
+        "decoder.layers.*.input_layernorm": "transformer.h.*.ln_1",
+        "decoder.layers.*.self_attention.linear_qkv": QueryKeyValue("transformer.h.*.attn.c_attn", transposed=True),
+        "decoder.layers.*.self_attention.linear_proj": Layout("transformer.h.*.attn.c_proj", transposed=True),
+        "decoder.layers.*.pre_mlp_layernorm": "transformer.h.*.ln_2",
+        "decoder.layers.*.mlp.linear_fc1": Layout("transformer.h.*.mlp.c_fc", transposed=True),
+        "decoder.layers.*.mlp.linear_fc2": Layout("transformer.h.*.mlp.c_proj", transposed=True),
+        "decoder.final_layernorm": "transformer.ln_f",
+        "output_layer": "lm_head",
+    },
+    unused=(r".*\.attn\.(masked_)?bias",),
+    base="transformer.",
+)  # fmt: skip
