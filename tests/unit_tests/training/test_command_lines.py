@@ -60,7 +60,7 @@ LINES = [
     (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute --pipeline-model-parallel-size 2"
      " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn and aux_loss"),
     (f"{EXPERTS} {SIDE_LOSS} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20",
-     "--moe-token-dispatcher-type flex means --moe-token-dispatcher-type alltoall"),
+     "--moe-token-dispatcher-type flex: tokens travel as with alltoall"),
 ]  # fmt: skip
 
 
