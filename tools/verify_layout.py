@@ -88,7 +88,7 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
     tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
     heads, groups = _small_heads(cfg.num_attention_heads, cfg.num_query_groups or cfg.num_attention_heads, tp * cp)
     channels = 8
-    gated = 2 if cfg.swiglu or cfg.quick_geglu else 4
+    gated = 2 if cfg.swiglu or cfg.quick_geglu or cfg.geglu else 4
     length = math.lcm(2 * cp * tp, 16)
     return {
         "num_layers": _few_layers(cfg), "encoder_num_layers": None, "num_attention_heads": heads,

@@ -39,10 +39,10 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
 def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:
     """What the branches of each layer of :func:`layers_of_spec` are called; None: those of a decoder layer."""
     if (spec := layers_of_spec(cfg)) is None:
-        return None
+        return [["layer"]] * cfg.num_layers if cfg.use_parallel_residual else None
     from megatron.core.transformer.transformer_block import branch_names, layer_specs  # specs are of torch's modules
 
-    return branch_names(layer_specs(spec, cfg.num_layers))
+    return branch_names(layer_specs(spec, cfg.num_layers), cfg.use_parallel_residual)
 
 
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:

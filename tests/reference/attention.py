@@ -26,8 +26,9 @@ def attention(net, x: Tensor, at: str, number: int) -> Tensor:
         query, key, value = latent_heads(net, x, at)
         softmax_scale = sharpness(c, c.mscale_all_dim) ** 2
     else:
-        query, key, value = grouped_heads(net, x, at)
-    scores = query @ key.transpose(2, 3) * softmax_scale / math.sqrt(query.shape[-1])
+        query, key, value = grouped_heads(net, x, at, number)
+    scores = query @ key.transpose(2, 3) * (c.softmax_scale or softmax_scale / math.sqrt(query.shape[-1]))
+    scores = capped(scores, c.attn_logit_softcapping)
     scores = scores.masked_fill(~visible(net, number), -torch.inf)
     if c.softmax_type != "vanilla":  # one more logit per head, dropped after the softmax
         learned = net.weights.get(f"{at}.core_attention.softmax_offset")
@@ -38,7 +39,11 @@ def attention(net, x: Tensor, at: str, number: int) -> Tensor:
     return net.linear(mixed.transpose(1, 2).flatten(2), f"{at}.linear_proj")
 
 
-def grouped_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
+def capped(x: Tensor, cap: float | None) -> Tensor:
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def grouped_heads(net, x: Tensor, at: str, number: int) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key, value [b, a, s, d]. The projection's rows are, group by group, p query heads, a key and a value
     head."""
     c, d = net.c, head_dim(net.c)
@@ -46,11 +51,18 @@ def grouped_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
     heads = net.linear(x, f"{at}.linear_qkv").view(b, s, g, -1, d)
     query, key, value = heads[:, :, :, :-2], heads[:, :, :, -2:-1], heads[:, :, :, -1:]
     if c.qk_layernorm:
+        if c.qk_layernorm_across_heads:
+            query, key = query.flatten(2), key.flatten(2)
         query, key = net.norm(query, f"{at}.q_layernorm"), net.norm(key, f"{at}.k_layernorm")
+        query, key = query.reshape(b, s, g, -1, d), key.reshape(b, s, g, 1, d)
     if c.qk_l2_norm:
         query, key = (y / (y.square().mean(-1, keepdim=True) + c.norm_epsilon).sqrt() for y in (query, key))
     if c.position_embedding_type in ("rope", "yarn"):
         is_yarn, width = c.position_embedding_type == "yarn", int(d * c.rotary_percent)
+        if c.rotary_base_local is not None and has_window(c, number):
+            c = Settings(**{**vars(c), "rotary_base": c.rotary_base_local, "use_rope_scaling": False,
+                            "rotary_seq_len_interpolation_factor": 1})  # fmt: skip
+            is_yarn = False
         query, key = (rotated(y, c, is_yarn, width, c.rotary_interleaved) for y in (query, key))
     query = query.flatten(2, 3).transpose(1, 2)
     key, value = (y.expand(-1, -1, -1, query.shape[1] // g, -1).flatten(2, 3).transpose(1, 2) for y in (key, value))
@@ -84,14 +96,19 @@ def latent_heads(net, x: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
+def has_window(c: Settings, number: int) -> bool:
+    skip = c.window_attn_skip_freq
+    windowed = skip is None or (bool(skip[number - 1]) if isinstance(skip, list) else number % skip != 0)
+    return c.window_size is not None and windowed
+
+
 def visible(net, number: int) -> Tensor:
     """Keys that a query sees [b, 1, q, k]: not later ones, of its document, at most ``window`` to the left."""
-    c, skip = net.c, net.c.window_attn_skip_freq
+    c = net.c
     place = torch.arange(c.seq_length)
     back = place[:, None] - place
     seen = back >= 0
-    windowed = skip is None or (bool(skip[number - 1]) if isinstance(skip, list) else number % skip != 0)
-    if c.window_size is not None and c.window_size[0] >= 0 and windowed:
+    if has_window(c, number) and c.window_size[0] >= 0:
         seen = seen & (back <= c.window_size[0])
     documents = torch.from_numpy(net.batch.documents)
     return (seen & (documents[:, :, None] == documents[:, None, :]))[:, None]

@@ -2,11 +2,13 @@
 
     x = dropout(E[token] + P[position])
     x = x + dropout(attention(norm(x)));  x = x + dropout(mlp(norm(x)))        each layer; pre-norm: Radford et al. 2019
+    x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))               parallel: Wang and Komatsuzaki 2021
     loss_t = -log softmax(norm(x_t) W^T)[label_t]                              W = E where tied: Press and Wolf 2017
 
-Norms: Ba et al. 2016, Zhang and Sennrich 2019. Activations: Hendrycks and Gimpel 2016, So et al. 2021, Shazeer 2020.
-Dropout: Srivastava et al. 2014. Multi-token prediction: DeepSeek-V3 (2024), section 2.2, with the embedding before the
-hidden state, as in its published weights. Attention and mixture of experts have files of their own.
+Norms: Ba et al. 2016, Zhang and Sennrich 2019; behind branches, as soft caps: OLMo 2 and Gemma 2 (2024). Activations:
+Hendrycks and Gimpel 2016, So et al. 2021, Shazeer 2020. Dropout: Srivastava et al. 2014. Multi-token prediction:
+DeepSeek-V3 (2024), section 2.2, with the embedding before the hidden state, as in its published weights. Attention and
+mixture of experts have files of their own.
 
 Legend: b batch, s sequence, h hidden, a heads, f feed-forward.
 """
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.reference import random_numbers
-from tests.reference.attention import attention
+from tests.reference.attention import attention, capped
 from tests.reference.data import Batch
 from tests.reference.experts import mixture
 from tests.reference.settings import Settings
@@ -61,21 +63,26 @@ class Model:
         x = self.weights["embedding.word_embeddings.weight"][tokens]
         if self.c.position_embedding_type == "learned_absolute":
             x = x + self.weights["embedding.position_embeddings.weight"][torch.from_numpy(self.batch.positions)]
-        return self.dropout(x, "embedding")
+        return self.dropout(x * math.sqrt(self.c.hidden_size) if self.c.apply_embedding_scaling else x, "embedding")
 
     def layer(self, x: Tensor, at: str, number: int) -> Tensor:
-        behind = self.c.apply_residual_connection_post_layernorm
-        normed = self.norm(x, f"{at}.input_layernorm")
-        branch = attention(self, normed, f"{at}.self_attention", number)
-        x = (normed if behind else x) + self.dropout(branch, "layer", number, "attention output")
-        normed = self.norm(x, f"{at}.pre_mlp_layernorm")
+        behind, c = self.c.apply_residual_connection_post_layernorm, self.c
+
+        def norm(y: Tensor, name: str, unless: str) -> Tensor:
+            return y if c.norm_placement == unless else self.norm(y, f"{at}.{name}_layernorm")
+
+        normed = norm(x, "input", "post")
+        branch = norm(attention(self, normed, f"{at}.self_attention", number), "post_self_attention", "pre")
+        seen, x = x, (normed if behind else x) + self.dropout(branch, "layer", number, "attention output")
+        normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
         has_experts = f"{at}.mlp.router.weight" in self.weights
-        branch = (mixture if has_experts else Model.mlp)(self, normed, f"{at}.mlp")
+        branch = norm((mixture if has_experts else Model.mlp)(self, normed, f"{at}.mlp"), "post_mlp", "pre")
         return (normed if behind else x) + self.dropout(branch, "layer", number, "mlp output")
 
     def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
         tied = not self.c.untie_embeddings_and_output_weights
         logits = x @ self.weights["embedding.word_embeddings.weight" if tied else "output_layer.weight"].T
+        logits = capped(logits, self.c.final_logit_softcapping)
         return logits.logsumexp(dim=-1) - logits.gather(-1, labels[..., None])[..., 0]
 
     def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
@@ -110,15 +117,20 @@ class Model:
     def mlp(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         """Gated forms take gate and linear half from the upper and lower rows of fc1."""
         c, y = self.c, self.linear(x, f"{name}.linear_fc1", expert)
-        if c.swiglu or c.quick_geglu:
+        if c.swiglu or c.quick_geglu or c.geglu:
             gate, half = y.chunk(2, dim=-1)
             if (limit := c.activation_func_clamp_value) is not None:
                 gate, half = gate.clamp(max=limit), half.clamp(-limit, limit)
-            y = gate * torch.sigmoid((1.0 if c.swiglu else 1.702) * gate) * (half + c.glu_linear_offset)
+            gate = tanh_gelu(gate) if c.geglu else gate * torch.sigmoid((1.0 if c.swiglu else 1.702) * gate)
+            y = gate * (half + c.glu_linear_offset)
         elif c.squared_relu:
             y = F.relu(y) ** 2
         elif c.disable_bias_linear or c.no_bias_gelu_fusion:
             y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
         else:  # with a bias Megatron-LM's fused kernel takes the approximation
-            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+            y = tanh_gelu(y)
         return self.linear(y, f"{name}.linear_fc2", expert)
+
+
+def tanh_gelu(y: Tensor) -> Tensor:
+    return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))

@@ -14,8 +14,11 @@ SIZES = dict.fromkeys(  # required
 NETWORK = {
     "group_query_attention": False, "num_query_groups": None, "ffn_hidden_size": None, "kv_channels": None,
     "normalization": "LayerNorm", "norm_epsilon": 1e-5, "apply_layernorm_1p": False,
-    "apply_residual_connection_post_layernorm": False, "disable_bias_linear": False, "add_qkv_bias": False,
+    "norm_placement": "pre", "use_parallel_residual": False, "apply_embedding_scaling": False,
+    "final_logit_softcapping": None, "apply_residual_connection_post_layernorm": False, "disable_bias_linear": False,
+    "add_qkv_bias": False,
     "no_bias_gelu_fusion": False, "swiglu": False, "squared_relu": False, "quick_geglu": False,
+    "geglu": False, "softmax_scale": None, "attn_logit_softcapping": None, "qk_layernorm_across_heads": False,
     "activation_func_clamp_value": None, "glu_linear_offset": 0.0, "qk_layernorm": False, "qk_l2_norm": False,
     "window_size": None, "window_attn_skip_freq": None, "untie_embeddings_and_output_weights": False,
     "hidden_dropout": 0.1, "attention_dropout": 0.1, "seed": 1234, "init_method_std": 0.02,
@@ -23,7 +26,8 @@ NETWORK = {
 }  # fmt: skip
 POSITIONS = {
     "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0,
-    "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": 1, "use_rope_scaling": False,
+    "rotary_base_local": None, "rotary_interleaved": False, "rotary_seq_len_interpolation_factor": 1,
+    "use_rope_scaling": False,
     "rope_scaling_factor": 8.0, "rotary_scaling_factor": 1.0, "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "no_yarn_correction_range_round_to_int": False, "mscale": 1.0,
     "mscale_all_dim": 0.0,

@@ -83,19 +83,21 @@ class _Maker:
             self.weights[f"{name}.bias"] = torch.zeros(width, dtype=torch.float64)
 
     def layer(self, at: str, experts: bool) -> None:
-        self.norm(f"{at}.input_layernorm", self.c.hidden_size)
+        branches = {"input": "post_self_attention", "pre_mlp": "post_mlp"}
+        before = branches if self.c.norm_placement != "post" else ()
+        for part in (*before, *(branches.values() if self.c.norm_placement != "pre" else ())):
+            self.norm(f"{at}.{part}_layernorm", self.c.hidden_size)
         (self.latent_attention if self.c.multi_latent_attention else self.attention)(f"{at}.self_attention")
         if self.c.softmax_type == "learnable":
             self.matrix(f"{at}.self_attention.core_attention.softmax_offset", self.c.num_attention_heads)
-        self.norm(f"{at}.pre_mlp_layernorm", self.c.hidden_size)
         (self.experts if experts else self.mlp)(f"{at}.mlp")
 
     def attention(self, at: str) -> None:
         c, h, d = self.c, self.c.hidden_size, head_dim(self.c)
         rows = (c.num_attention_heads + 2 * num_groups(c)) * d
         self.linear(f"{at}.linear_qkv", rows, h, bias=self.bias or c.add_qkv_bias)
-        for part in ("q", "k") if c.qk_layernorm else ():
-            self.norm(f"{at}.{part}_layernorm", d)
+        for part, heads in (("q", c.num_attention_heads), ("k", num_groups(c))) if c.qk_layernorm else ():
+            self.norm(f"{at}.{part}_layernorm", d * heads if c.qk_layernorm_across_heads else d)
         self.linear(f"{at}.linear_proj", h, c.num_attention_heads * d, bias=self.bias, std=self.into_stream)
 
     def latent_attention(self, at: str) -> None:
@@ -116,7 +118,7 @@ class _Maker:
         c, h = self.c, self.c.hidden_size
         f = width or c.ffn_hidden_size or (int(4 * h * 2 / 3) // 64 * 64 if c.swiglu else 4 * h)
         bias = self.bias if bias is None else bias
-        self.linear(f"{at}.linear_fc1", *experts, 2 * f if c.swiglu or c.quick_geglu else f, h, bias=bias)
+        self.linear(f"{at}.linear_fc1", *experts, 2 * f if c.swiglu or c.quick_geglu or c.geglu else f, h, bias=bias)
         self.linear(f"{at}.linear_fc2", *experts, h, f, bias=bias, std=self.into_stream)
 
     def experts(self, at: str) -> None:

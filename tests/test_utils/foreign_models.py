@@ -31,6 +31,8 @@ class Names:
     k_norm: str = "self_attn.k_norm"
     proj: str = "self_attn.o_proj"
     mlp_norm: str = "post_attention_layernorm"
+    post_norms: tuple[str, str] = ("-", "-")
+    """Norms behind attention and behind the feed-forward network."""
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     fc2: str = "mlp.down_proj"
     final_norm: str = "model.norm"
@@ -75,6 +77,10 @@ GPT2 = Names(
     final_norm="transformer.ln_f", conv1d=True,
 )  # fmt: skip
 BIGCODE = replace(GPT2, conv1d=False)
+OLMO = replace(
+    LLAMA, attention_norm="-", mlp_norm="-", post_norms=("post_attention_layernorm", "post_feedforward_layernorm")
+)
+GEMMA = replace(OLMO, attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm")
 GPT_OSS = replace(LLAMA, router="mlp.router", experts_interleaved=True)
 QWEN2_MOE = replace(
     LLAMA, shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_fc2="mlp.shared_expert.down_proj"
@@ -109,7 +115,9 @@ def build(model: Family) -> torch.nn.Module:
         "experts_implementation": "eager",
         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
-    config = getattr(transformers, f"{model.architecture}Config")(**{**common, **model.settings})
+    kinds = [f"{model.architecture}TextConfig", f"{model.architecture}Config"]
+    config_class = next(getattr(transformers, name) for name in kinds if hasattr(transformers, name))
+    config = config_class(**{**common, **model.settings})
     names = [f"{model.architecture}ForCausalLM", f"{model.architecture}LMHeadModel"]
     model_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
     torch.manual_seed(7)
@@ -171,6 +179,8 @@ def to_ours(tensors: dict[str, torch.Tensor], names: Names, groups: int, channel
         take(f"{here}.self_attention.k_layernorm", f"{there}.{names.k_norm}")
         take(f"{here}.self_attention.linear_proj", f"{there}.{names.proj}")
         take(f"{here}.pre_mlp_layernorm", f"{there}.{names.mlp_norm}")
+        for branch, theirs in zip(("self_attention", "mlp"), names.post_norms):
+            take(f"{here}.post_{branch}_layernorm", f"{there}.{theirs}")
         take(f"{here}.mlp.linear_fc1", *(f"{there}.{name}" for name in names.fc1))
         take(f"{here}.mlp.linear_fc2", f"{there}.{names.fc2}")
         take(f"{here}.mlp.router", f"{there}.{names.router}")
@@ -215,6 +225,22 @@ SLIDING = {"sliding_window": 6}
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk"
 MOE = {**GATED, **rope(), "moe_intermediate_size": 24, "num_experts": 8}
 """8 experts of width 24."""
+
+
+def gemma(architecture, names, flags="", **settings):
+    """Heads of 12 channels, two of keys and values, tied embeddings that are scaled, norms that store weights - 1."""
+    settings = {**GATED, **rope(), "head_dim": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, **settings}
+    shape = f"--geglu --ffn-hidden-size 48 --kv-channels 12 {GROUPS} 2 --apply-layernorm-1p --apply-embedding-scaling"
+    return Family(architecture, names, settings, f"{RMS} {shape} {flags}")
+
+
+CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20, **SLIDING}
+GEMMA2 = "--norm-placement sandwich --softmax-scale 0.22360679774997896 --window-size 5,0 --window-attn-skip-freq"
+CAPS = "--attn-logit-softcapping 2 --final-logit-softcapping 3"
+GEMMA3_ROTATIONS = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def deepseek(attention, yarn=False, **settings):
@@ -357,6 +383,27 @@ MODELS = {
          "tie_word_embeddings": False,
          "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
         f"{LAYERNORM} {UNTIED} --rotary-percent 0.25 --no-bias-gelu-fusion",
+    ),
+    "gpt-neox-parallel": Family(
+        "GPTNeoX", NEOX,
+        {"intermediate_size": 48, "layer_norm_eps": 1e-3, "use_parallel_residual": True, "hidden_act": "gelu",
+         "tie_word_embeddings": False,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+        f"{LAYERNORM} {UNTIED} --rotary-percent 0.25 --no-bias-gelu-fusion --use-parallel-residual",
+    ),
+    "gemma": gemma("Gemma", LLAMA),
+    "gemma2": gemma("Gemma2", GEMMA, f"{GEMMA2} 2 {CAPS}", **CAPPED),
+    "gemma3": gemma(
+        "Gemma3", GEMMA,
+        f"{GEMMA2} [1,0] --qk-layernorm --rotary-base 1000000 --rotary-base-local 10000"
+        " --rotary-seq-len-interpolation-factor 8",
+        **{**CAPPED, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+        layer_types=["sliding_attention", "full_attention"], rope_parameters=GEMMA3_ROTATIONS,
+    ),
+    "olmo2": Family(
+        "Olmo2", OLMO, {**GATED, **rope(5e5), "num_key_value_heads": 2},
+        f"{SWIGLU} {UNTIED} {GROUPS} 2 --rotary-base 500000 --norm-placement post --qk-layernorm"
+        " --qk-layernorm-across-heads",
     ),
     "persimmon": Family(
         "Persimmon", PERSIMMON,

@@ -65,6 +65,18 @@ MODELS = {
     "mla-sinks": f"{LLAMA} {LATENT} {LATENT_YARN} --softmax-type learnable",
     "mla-experts": f"{LLAMA} {LATENT} {LATENT_YARN} --num-experts 4 --moe-ffn-hidden-size 24",
     "mla-packed": f"{LLAMA} {LATENT} {LATENT_YARN} --reset-position-ids --reset-attention-mask",
+    "gemma-2": (
+        f"{DROPOUT} --position-embedding-type rope --geglu --apply-layernorm-1p --norm-placement sandwich {GROUPS} 2"
+        " --attn-logit-softcapping 0.05 --final-logit-softcapping 0.1 --softmax-scale 0.4 --apply-embedding-scaling"
+        " --window-size 8,0 --window-attn-skip-freq 2"
+    ),
+    "gemma-3": (
+        f"{NO_DROPOUT} --position-embedding-type rope --normalization RMSNorm --disable-bias-linear --qk-layernorm"
+        f" --norm-placement sandwich --rotary-base 1000 --rotary-base-local 20 --window-size 8,0 {GROUPS} 2"
+        " --window-attn-skip-freq 2 --rotary-seq-len-interpolation-factor 4"
+    ),
+    "olmo-2": f"{LLAMA} {GROUPS} 2 --norm-placement post --qk-layernorm --qk-layernorm-across-heads",
+    "gpt-neox": f"{DROPOUT} {UNTIED} --position-embedding-type rope --rotary-percent 0.5 --use-parallel-residual",
     "bf16": f"{DROPOUT} --bf16 --position-embedding-type rope --adam-eps 1e-2",
     "fp16": f"{NO_DROPOUT} --fp16 --loss-scale 256 --swiglu {UNTIED} --decoupled-lr 1e-3 --adam-eps 1e-2",
 }
@@ -314,6 +326,25 @@ MORE_MODELS = {
     "fp16-pp2": ("fp16", PP2, 2, "fp16"),
 }  # fmt: skip
 
+FAMILIES = {
+    "gemma-2-tp2-sp": ("gemma-2", f"{TP2} {SP}", 2),
+    "gemma-2-cp2-chunks": ("gemma-2", f"{CP2} {CHUNKS}", 2),
+    "gemma-2-pp2-cut-recompute": (
+        "gemma-2", f"{PP2} {CUT} Eta|fttL --recompute-granularity selective"
+        " --recompute-modules core_attn mlp layernorm", 2,
+    ),
+    "gemma-2-pp2-tp2-sp-zero-bubble": ("gemma-2", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
+    "gemma-3-tp2-sp-halves": ("gemma-3", f"{TP2} {SP} --micro-batch-size 2 --tp-comm-overlap", 2),
+    "gemma-3-cp2-pp2": ("gemma-3", f"{PP2} --context-parallel-size 2", 4),
+    "olmo-2-tp2-sp": ("olmo-2", f"{TP2} {SP}", 2),
+    "olmo-2-cp2-tp2-zero": ("olmo-2", f"{CP2} --tensor-model-parallel-size 2 {GATHER}", 4),
+    "olmo-2-fsdp2-recompute": ("olmo-2", f"--micro-batch-size 2 {FSDP} {FULL} 1 --recompute-method uniform", 2),
+    "gpt-neox-tp2-sp-pp2-halves": (
+        "gpt-neox", f"{TP2} {SP} {PP2} --micro-batch-size 2 --tp-comm-overlap", 4,
+    ),
+    "gpt-neox-cp2-recompute": ("gpt-neox", f"{CP2} {FULL} 1 --recompute-method block", 2),
+}  # fmt: skip
+
 LATENTS = {
     "mla-tp2": ("mla", TP2, 2),
     "mla-tp2-sp": ("mla", f"{TP2} {SP}", 2),
@@ -347,6 +378,7 @@ LATENTS = {
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
     **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
+    **FAMILIES,
 }  # fmt: skip
 
 
@@ -382,7 +414,8 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
     "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2", "mtp-dp2-zero2", "mtp-pp2-vpp-zero2-gather",
     "sinks-cp2-a2a", "off-by-one-cp2-packed", "mla-tp2-sp", "mla-cp2", "mla-zero2-tp2", "mla-recompute-tp2-sp",
     "mla-tp2", "mla-tp2-sp-dropout", "mla-cp2-dropout", "mla-cp2-allgather", "mla-pp2", "mla-zero2-gather", "mla-fsdp2",
-    "mla-cp2-tp2-sp",
+    "mla-cp2-tp2-sp", "gemma-2-pp2-tp2-sp-zero-bubble", "gemma-3-cp2-pp2", "olmo-2-cp2-tp2-zero",
+    "olmo-2-fsdp2-recompute", "gpt-neox-cp2-recompute",
 }  # fmt: skip
 """Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every

@@ -60,6 +60,21 @@ POSITIONS = {
     "yarn": f"{YARN} --yarn-beta-fast 1.5 --yarn-beta-slow 0.1 --mscale 0.7 --mscale-all-dim 0.3",
     "yarn-unrounded": f"{YARN} --yarn-beta-fast 2 --no-yarn-correction-range-round-to-int --rotary-percent 0.75",
 }
+FAMILIES = {
+    "gemma": f"--geglu --apply-layernorm-1p --apply-embedding-scaling --init-method-std 0.1 {ROPE} {DROPOUT}",
+    "gemma-2": "--geglu --glu-linear-offset 0.3 --norm-placement sandwich --attn-logit-softcapping 0.3"
+               " --final-logit-softcapping 0.5 --softmax-scale 0.4 --init-method-std 0.3 --window-size 5,0"
+               f" --window-attn-skip-freq 2 {DROPOUT}",
+    "gemma-3": f"{ROPE} --qk-layernorm --norm-placement sandwich --window-size 5,0 --window-attn-skip-freq [0,1]"
+               " --rotary-base 1000 --rotary-base-local 20 --rotary-seq-len-interpolation-factor 4"
+               " --init-method-std 0.3",
+    "olmo-2": f"{LLAMA} --norm-placement post --qk-layernorm --qk-layernorm-across-heads --init-method-std 0.1",
+    "olmo-2-decayed": "--normalization RMSNorm --norm-placement post --qk-layernorm --qk-layernorm-across-heads"
+                      f" --apply-layernorm-1p --apply-wd-to-qk-layernorm --weight-decay 0.5 {DROPOUT}",
+    "gpt-neox": f"{ROPE} --rotary-percent 0.25 --use-parallel-residual --no-bias-gelu-fusion {UNTIED} {DROPOUT}",
+    "gpt-neox-capped-in-chunks": "--use-parallel-residual --final-logit-softcapping 0.5 --init-method-std 0.3"
+                                 " --cross-entropy-chunk-tokens 7",
+}  # fmt: skip
 OPTIMIZER = {
     "betas": "--adam-beta1 0.7 --adam-beta2 0.95 --adam-eps 1e-3",
     "clipped": "--clip-grad 0.1 --weight-decay 0.5 --optimizer sgd --lr 0.5",
@@ -224,7 +239,9 @@ def _complete(row):
 
 ROWS = {
     name: _complete(row)
-    for group in (NETWORK, POSITIONS, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION)
+    for group in (
+        NETWORK, POSITIONS, FAMILIES, OPTIMIZER, SCHEDULE, SAMPLES, EVALUATION, MIXTURES, LATENTS, AHEADS, PRECISION,
+    )
     for name, row in group.items()
 }
 """Name -> (flags behind ``BASE``, precision)."""

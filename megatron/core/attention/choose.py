@@ -38,7 +38,7 @@ _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
     "cudnn": torch_sdpa.cudnn_supports,
     "flash": torch_sdpa.flash_supports,
     "efficient": torch_sdpa.efficient_supports,
-    "math": lambda request: None,
+    "math": torch_sdpa.math_supports,
     "unfused": lambda request: None,
     "flash-attn 2": lambda request: flash_attn.supports(2, request),
     "flash-attn 3": lambda request: flash_attn.supports(3, request),
@@ -73,6 +73,7 @@ def request_of(
         flash_packages=tuple(each for each in installed_versions() if each != 4 or _version_4_is_usable(config)),
         form=form,
         sink=has_sink(config),
+        soft_cap=config.attn_logit_softcapping,
     )
 
 
@@ -97,7 +98,7 @@ def choose_kernel(request: Request) -> Choice:
         flag = f"--flash-attention-version {request.flash_version}"
         raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
     if request.capability is None and request.flash_version is None:
-        return Choice("unfused" if request.blocks else "torch", request.situation)
+        return Choice("unfused" if request.blocks or request.soft_cap is not None else "torch", request.situation)
     if request.dtype not in SIXTEEN_BIT and request.backend in ("fused", "flash"):
         raise UserError(
             f"--attention-backend {request.backend} takes bfloat16 or float16, not {request.situation}; train with "
@@ -138,6 +139,8 @@ def _candidates(request: Request) -> Iterator[str]:
             yield "flash"
     if request.backend == "auto" or banded:
         yield from ("unfused",) if request.blocks else ("efficient", "math")
+    if request.backend == "auto" and request.soft_cap is not None and not request.blocks:
+        yield "unfused"
 
 
 def _remarks(name: str, request: Request) -> Iterator[str]:
@@ -183,6 +186,7 @@ def _build(choice: Choice, request: Request, scale: float, config: TransformerCo
         return UnfusedAttention(
             scale, layer_scale=float(layer_number) if config.apply_query_key_layer_scaling else 1.0,
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
+            soft_cap=config.attn_logit_softcapping,
         )  # fmt: skip
     if name == "flash-attn 4":
         kernel = flash_attn_4.FlashAttention4(scale, deterministic=deterministic)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron.core.attention.window import layer_window
 from megatron.core.description.model import (
     Config,
@@ -18,8 +20,8 @@ from megatron.core.description.model import (
 
 SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",
-    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_l2_norm", "position_embedding_type", "rotary_base",
-    "rotary_percent",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "qk_layernorm_across_heads", "qk_l2_norm", "softmax_scale",
+    "attn_logit_softcapping", "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_percent",
     "rotary_interleaved", "use_rope_scaling", "rope_scaling_factor", "window_size", "window_attn_skip_freq",
     "apply_query_key_layer_scaling", "softmax_type",
 )  # fmt: skip
@@ -56,6 +58,9 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     head_norms: list[Param] = []
     if config.qk_layernorm and not config.qk_l2_norm:
         head_norms = [each for name in ("q_layernorm", "k_layernorm") for each in norm(name, channels, config)]
+    if head_norms and config.qk_layernorm_across_heads:
+        widths = (heads * channels, groups * channels)
+        head_norms = [replace(each, shape=(width,), mesh={"tp": 0}) for each, width in zip(head_norms, widths)]
     return Piece("attention", (*qkv, *head_norms, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)
 
 
@@ -67,7 +72,8 @@ def sink_params(config: Config) -> list[Param]:
 
 def is_unfused(config: Config) -> bool:
     """Whether whole sequences are attended to by plain torch, as the settings ask."""
-    return bool(config.attention_dropout) or config.attention_backend in ("unfused", "local")
+    is_asked_for = config.attention_backend in ("unfused", "local")
+    return bool(config.attention_dropout or config.attn_logit_softcapping) or is_asked_for
 
 
 def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int) -> Op:
@@ -80,7 +86,8 @@ def attention_core(config: Config, place: LayerPlace, query: int, key: int, outp
         kept += output * item  # the ring's output in its own order
     elif is_unfused(config):
         copies = (query + key) * item  # of queries and scaled keys, in the order of the GEMM
-        kept = heads * place.seq_length * (2 * item + 1 if config.attention_dropout else item) + copies
+        scores = (2 * item + 1 if config.attention_dropout else item) + (item if config.attn_logit_softcapping else 0)
+        kept = heads * place.seq_length * scores + copies
     saved = (Saved("attention", kept, ("core_attn",)),)
     flops = 2.0 * pairs * tp * (query + output)
     return Op("attention", "attention", flops, gradients=output * item, saved=saved)

@@ -1,6 +1,6 @@
 """The attention core: queries, keys and values in, mixed values out.
 
-    softmax(Q K^T / sqrt(d), over the visible keys and a sink, if there is one) V
+    softmax(scale Q K^T, soft-capped where asked for, over the visible keys and a sink, if there is one) V
 
 One module for any number of context-parallel ranks: a kernel, chosen once (``choose.py``), and a form that lets queries
 meet all keys. With one rank that is a ring of one: the kernel itself, over whole sequences.
@@ -34,7 +34,7 @@ class CoreAttention(nn.Module):
     """Query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] of this rank's tokens -> [s, b, a * e].
 
     Args:
-        softmax_scale: None: 1 / sqrt(d).
+        softmax_scale: None: ``config.softmax_scale``, or 1 / sqrt(d).
         k_channels: d; None: ``config.kv_channels``.
         v_channels: e; None: d.
 
@@ -67,7 +67,7 @@ class CoreAttention(nn.Module):
         layout = layout_of_layer(config, layer_number, groups)
         keys = k_channels or config.kv_channels
         values = v_channels or keys
-        scale = 1.0 / math.sqrt(keys) if softmax_scale is None else softmax_scale
+        scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
         self.choice, kernel = make_kernel(config, layer_number, scale, layout.needs, max(keys, values))
         """The kernel that was chosen, and why."""
         self.form, self.first_head = layout.form(kernel), layout.first_head

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.core.config.cli import flag
-from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, Probability
+from megatron.core.config.ranges import Dim, NonNegativeFloat, PositiveFloat, PositiveInt, Probability
 
 
 def parse_window(text: str) -> tuple[int, int]:
@@ -79,11 +79,22 @@ class AttentionConfig:
     """What joins the softmax of attention and is then dropped. vanilla: nothing; off-by-one: a logit of zero;
     learnable: a learned logit per head (attention sinks, GPT-OSS)."""
 
+    softmax_scale: PositiveFloat | None = None
+    """Multiplies the products of queries and keys; default: 1 / sqrt(channels of a head). Gemma's
+    query_pre_attn_scalar is 1 / the square of it."""
+
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Cap the scaled products of queries and keys softly: cap * tanh(products / cap) (Gemma 2). Plain torch operations
+    then compute attention."""
+
     apply_query_key_layer_scaling: bool = False
     """Scale the products of queries and keys by 1 / layer number and undo it in a float32 softmax; for float16."""
 
     qk_layernorm: bool = False
     """Normalize queries and keys per head before the rotary embedding (Qwen3)."""
+
+    qk_layernorm_across_heads: bool = False
+    """Let --qk-layernorm normalize the queries of all heads together, and the keys (OLMo 2). RMSNorm only."""
 
     qk_l2_norm: bool = False
     """Scale queries and keys of every head to unit length times sqrt(channels), without weights (Llama 4)."""
@@ -95,6 +106,10 @@ class AttentionConfig:
         "--window-attn-skip-freq", parse=parse_layer_pattern, metavar="N|LIST"
     )
     """Layers that keep full attention in spite of --window-size: every N-th, or those with a 0 in a list of 0 and 1."""
+
+    rotary_base_local: PositiveInt | None = None
+    """Base of the rotary frequencies, unscaled, in layers with a sliding window (Gemma 3); default: that of all
+    layers."""
 
     rotary_interleaved: bool = False
     """Rotate neighbouring channels (0, 1), (2, 3) ... instead of (0, d/2), (1, d/2 + 1) ..."""

@@ -42,6 +42,20 @@ class NetworkSizeConfig:
     apply_layernorm_1p: bool = False
     """Store norm weights minus one: small weights keep more digits in 16-bit types. Norms are never decayed."""
 
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """Norms of a residual branch. pre: before its mixer; post: behind it, before the residual addition (OLMo 2);
+    sandwich: both (Gemma 2)."""
+
+    use_parallel_residual: bool = False
+    """Attention and feed-forward network of a layer both read the layer's input, each through its own norm (GPT-NeoX).
+    A layer then stays on one pipeline stage."""
+
+    apply_embedding_scaling: bool = False
+    """Multiply embeddings by the square root of the hidden size, rounded to the weights' format (Gemma)."""
+
+    final_logit_softcapping: PositiveFloat | None = None
+    """Cap the output layer's logits softly: cap * tanh(logits / cap) (Gemma 2)."""
+
     apply_residual_connection_post_layernorm: bool = False
     """Take the residual from behind the normalization, as the original BERT does."""
 
@@ -59,6 +73,9 @@ class NetworkSizeConfig:
 
     quick_geglu: bool = False
     """Gated linear unit with x * sigmoid(1.702 x) in the feed-forward network (gpt-oss)."""
+
+    geglu: bool = False
+    """Gated linear unit with the tanh approximation of GELU in the feed-forward network (Gemma, T5 1.1)."""
 
     activation_func_clamp_value: PositiveFloat | None = None
     """Clamp the feed-forward network's inputs to the activation to at most this value, and its linear half to the range

@@ -33,7 +33,8 @@ _RENAMED = {
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
 }
-_ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu"}
+_ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu",
+                ("fast_gelu", True): "geglu"}  # fmt: skip
 """Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
 
 
@@ -92,7 +93,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
     @property
     def gated_linear_unit(self) -> bool:
         """Whether the feed-forward network multiplies two halves of its first GEMM's output."""
-        return self.swiglu or self.quick_geglu
+        return self.swiglu or self.quick_geglu or self.geglu
 
     @classmethod
     def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             if kind != ("gelu", False):
                 if kind not in _ACTIVATIONS:
                     reason = f"{'gated' if gated else 'plain'} {kind[0]} is not available"
-                    fix = "gelu and squared_relu, or with gated_linear_unit silu and quick_gelu"
+                    fix = "gelu and squared_relu, or with gated_linear_unit silu, quick_gelu and fast_gelu"
                     raise ConfigError([Problem("activation_func", reason, fix=fix)])
                 settings[_ACTIVATIONS[kind]] = True
         return settings
@@ -148,8 +149,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         yield from self._impossible_experts()
         if self.fp16 and self.bf16:
             yield Problem("fp16", "excludes bf16", True, "choose one of the two")
-        if sum((self.swiglu, self.squared_relu, self.quick_geglu)) > 1:
-            yield Problem("swiglu", "only one of swiglu, squared_relu and quick_geglu can be chosen")
+        if sum((self.swiglu, self.squared_relu, self.quick_geglu, self.geglu)) > 1:
+            yield Problem("swiglu", "only one of swiglu, squared_relu, quick_geglu and geglu can be chosen")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True)
         for name in ("hidden_dropout", "attention_dropout"):
@@ -164,6 +165,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             yield Problem("num_attention_heads", f"does not divide hidden_size {hidden}", heads, "or give kv_channels")
         if groups is not None and (groups < 1 or heads % groups):
             yield Problem("num_query_groups", f"must divide num_attention_heads {heads}", groups)
+        if self.qk_layernorm_across_heads and self.normalization != "RMSNorm":
+            yield Problem("qk_layernorm_across_heads", "needs normalization RMSNorm", True)
         if heads % self.tensor_model_parallel_size:
             size = self.tensor_model_parallel_size
             yield Problem("num_attention_heads", f"is not a multiple of tensor_model_parallel_size {size}", heads)
@@ -173,9 +176,9 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             return
         if self.num_query_groups not in (None, self.num_attention_heads):
             yield Problem("num_query_groups", "excludes multi_latent_attention", self.num_query_groups, "leave it out")
-        for name in ("rotary_interleaved", "qk_l2_norm", "add_qkv_bias"):
+        for name in ("rotary_interleaved", "qk_l2_norm", "add_qkv_bias", "qk_layernorm_across_heads", "softmax_scale"):
             if getattr(self, name):
-                yield Problem(name, "excludes multi_latent_attention", True, "leave it out")
+                yield Problem(name, "excludes multi_latent_attention", getattr(self, name), "leave it out")
         if self.qk_pos_emb_head_dim % 2:
             yield Problem("qk_pos_emb_head_dim", "must be even: pairs are rotated", self.qk_pos_emb_head_dim)
         if self.mla_down_proj_fusion and self.q_lora_rank is None:

@@ -277,7 +277,8 @@ def norm(name: str, size: int, config: Config) -> list[Param]:
 
 
 RESIDUAL_SETTINGS = (
-    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "apply_residual_connection_post_layernorm",
+    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_placement",
+    "apply_residual_connection_post_layernorm",
 )  # fmt: skip
 """Settings that every branch and the final norm depend on."""
 NormDescription = Callable[[str, int, Config], list[Param]]
@@ -292,15 +293,40 @@ def _residual_norm(name: str, config: Config) -> Op:
     return Op("norm", name, traffic=8.0 * item * elements, saved=kept)
 
 
+def _no_norm(config: Config) -> Op:
+    """The beginning of a branch without a norm: its first GEMM keeps the stream itself."""
+    elements = config.hidden_size if config.tp_comm_overlap else stream_elements(config)
+    return Op("other", "stream", saved=(Saved("stream", elements * activation_bytes(config)),))
+
+
+def one_piece(pieces: Iterable[Piece]) -> Piece:
+    """A layer whose branches are not apart."""
+    pieces = list(pieces)
+    return Piece(
+        "layer", tuple(each for piece in pieces for each in piece.params),
+        tuple(op for piece in pieces for op in piece.ops), is_branch=True,
+        is_known=bool(pieces) and all(piece.is_known for piece in pieces),
+        settings=tuple(name for piece in pieces for name in piece.settings),
+    )  # fmt: skip
+
+
 def residual_branch(
     mixer: Piece, config: Config, *, name: str, norm_name: str, describe_norm: NormDescription = norm
 ) -> Piece:
-    """x + dropout(mixer(norm(x))), of modules called ``name`` and ``norm_name``."""
-    entry = describe_norm(norm_name, config.hidden_size, config)
+    """x + dropout(mixer(norm(x))), of modules called ``name`` and ``norm_name``; norms are where ``norm_placement``
+    says."""
+    before, behind = config.norm_placement != "post", config.norm_placement != "pre"
+    post_name = f"post_{name}_layernorm"
+    entry = describe_norm(norm_name, config.hidden_size, config) if before else []
+    leave = describe_norm(post_name, config.hidden_size, config) if behind else []
     mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte an element
-    ops = [_residual_norm(norm_name, config), *mixer.ops]
+    ops = [_residual_norm(norm_name, config) if before else _no_norm(config), *mixer.ops]
+    if behind:
+        elements, item = stream_elements(config), activation_bytes(config)
+        kept = Saved("mixer output", elements * item)
+        ops.append(Op("norm", post_name, traffic=5.0 * item * elements, saved=(kept,)))
     ops[-1] = replace(ops[-1], saved=(*ops[-1].saved, mask))
     return replace(
-        mixer, params=(*entry, *mixer.under(f"{name}.").params), ops=tuple(ops), is_branch=True,
+        mixer, params=(*entry, *mixer.under(f"{name}.").params, *leave), ops=tuple(ops), is_branch=True,
         settings=(*RESIDUAL_SETTINGS, *mixer.settings),
     )  # fmt: skip

@@ -4,9 +4,10 @@
     squared_relu  max(x, 0)^2
     swiglu        silu(gate) * (up + offset)
     quick_geglu   gate sigmoid(1.702 gate) * (up + offset)
+    geglu         gelu(gate) * (up + offset), gelu by its tanh approximation
 
 The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both
-sides. These are the plain forms; on GPUs ``activation_kernels`` computes all but GELU.
+sides. These are the plain forms; on GPUs ``activation_kernels`` computes all but those with GELU.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class ActivationChoice(Protocol):
     swiglu: bool
     squared_relu: bool
     quick_geglu: bool
+    geglu: bool
     bias_gelu_fusion: bool
     bias_swiglu_fusion: bool
     add_bias_linear: bool
@@ -46,7 +48,7 @@ class ActivationChoice(Protocol):
 
 def is_gated(config: ActivationChoice) -> bool:
     """Whether fc1 computes two halves."""
-    return config.swiglu or config.quick_geglu
+    return config.swiglu or config.quick_geglu or config.geglu
 
 
 def activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
@@ -56,7 +58,7 @@ def activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
     """
     plain = _plain_activation_of(config)
     wanted = config.bias_swiglu_fusion if is_gated(config) else config.bias_gelu_fusion
-    if not (is_gated(config) or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
+    if config.geglu or not (is_gated(config) or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
         return plain
     if config.squared_relu:
         return ByDevice(squared_relu_triton, plain)
@@ -69,7 +71,7 @@ def weighted_activation_of(config: ActivationChoice) -> Callable[[Tensor, Tensor
     Kernels compute gated ones in one pass.
     """
     plain = partial(_weighted, activation=activation_of(config))
-    if not is_gated(config) or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
+    if config.geglu or not is_gated(config) or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return plain
     return ByDevice(partial(weighted_gated_triton, traits=_gate_traits(config)), plain)
 
@@ -88,7 +90,7 @@ def _plain_activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:
             return swiglu
-        gate = F.silu if config.swiglu else quick_gelu
+        gate = F.silu if config.swiglu else quick_gelu if config.quick_geglu else tanh_gelu
         return partial(gated, activation=gate, clamp=clamp, offset=offset)
     if config.squared_relu:
         return squared_relu
@@ -103,6 +105,11 @@ def squared_relu(x: Tensor) -> Tensor:
 def quick_gelu(x: Tensor) -> Tensor:
     """x * sigmoid(1.702 x)."""
     return x * torch.sigmoid(_QUICK_GELU_SLOPE * x)
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    return F.gelu(x, approximate="tanh")
 
 
 def gated(

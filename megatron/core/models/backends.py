@@ -47,13 +47,13 @@ def transformer_engine_attention(
     *, groups: ProcessGroups,
 ) -> nn.Module:  # fmt: skip
     """Transformer Engine's attention; that of ``local`` under context parallelism, where no kernel is wanted, with
-    attention sinks and with attention dropout, of which the package draws masks that depend on the layout.
+    attention sinks, capped logits and attention dropout, of which the package draws masks that depend on the layout.
 
     Raises:
         UserError: variables that contradict ``attention_backend``.
     """
     own = config.context_parallel_size > 1 or config.attention_backend == "local" or has_sink(config)
-    if own or config.attention_dropout:
+    if own or config.attention_dropout or config.attn_logit_softcapping:
         return CoreAttention(config, layer_number, attn_mask_type, groups=groups)
     variables = te.kernel_variables(str(config.attention_backend), deterministic=config.deterministic_mode)
     for name, value in variables.items():

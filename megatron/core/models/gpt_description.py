@@ -22,6 +22,7 @@ from megatron.core.description.model import (
     activation_bytes,
     gemm,
     norm,
+    one_piece,
     residual_branch,
     stream_elements,
 )
@@ -29,6 +30,7 @@ from megatron.core.transformer.moe.moe_description import describe_feed_forward
 
 SETTINGS = (
     "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
+    "use_parallel_residual", "apply_embedding_scaling", "final_logit_softcapping",
     *RESIDUAL_SETTINGS,
 )  # fmt: skip
 """Settings that the weights around its layers depend on."""
@@ -82,10 +84,11 @@ def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     describe = describe_latent_attention if config.multi_latent_attention else describe_attention
     attention, mlp = describe(config, place), describe_feed_forward(config, place)
-    return (
+    branches = (
         residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
         residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
     )
+    return (one_piece(branches),) if config.use_parallel_residual else branches
 
 
 def _prediction(
@@ -123,7 +126,8 @@ def _head(config: Config, output: Param, seq_length: int) -> Piece:
     stored, hidden = output.stored[0] // tp, config.hidden_size
     final = Op("norm", "final_layernorm", traffic=8.0 * item * elements, saved=(Saved("stream", 2 * elements * item),))
     output_gemm = gemm(output, config, seq_length)
-    logits = (Saved("logits", stored * item),) if config.cross_entropy_chunk_tokens is None else ()
+    copies = 2 if config.final_logit_softcapping else 1
+    logits = (Saved("logits", copies * stored * item),) if config.cross_entropy_chunk_tokens is None else ()
     loss = Op("cross entropy", "cross entropy", traffic=3.0 * item * stored, saved=logits)
     norms = [*norm("decoder.final_layernorm", hidden, config)]
     return Piece("output layer", (*norms, output), (final, output_gemm, loss))

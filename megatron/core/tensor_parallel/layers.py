@@ -345,6 +345,8 @@ class VocabParallelOutput(nn.Module):
     """
 
     weight_gradient_store: WeightGradientStore | None = None
+    soft_cap: float | None = None
+    """Logits x become soft_cap * tanh(x / soft_cap)."""
     borrowed: tuple[nn.Parameter, ...] = ()
     """Parameters of other modules that it is called with."""
 
@@ -385,7 +387,8 @@ class VocabParallelOutput(nn.Module):
         return self._logits(x, weight) if labels is None else self._losses(x, weight, labels)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        return parallel_linear(x, weight, None, self.traits, self.weight_gradient_store)
+        logits = parallel_linear(x, weight, None, self.traits, self.weight_gradient_store)
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(
@@ -396,5 +399,5 @@ class VocabParallelOutput(nn.Module):
     def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(
             x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,
-            store=self.weight_gradient_store,
+            store=self.weight_gradient_store, soft_cap=self.soft_cap,
         )  # fmt: skip

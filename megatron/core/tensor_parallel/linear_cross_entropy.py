@@ -55,12 +55,14 @@ def linear_cross_entropy(
     traits: LinearTraits,
     chunk_tokens: int = 0,
     store: WeightGradientStore | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Losses [s, b] in fp32 (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
 
     ``x`` [s, b, h] is the same on all ranks of the group, or holds this rank's positions (``traits.gather_input``);
     ``weight`` [v, h] is this rank's slice of a padded vocabulary whose true entries end at ``vocab_size``.
-    ``chunk_tokens`` 0: as many as ``CHUNK_BYTES`` hold. ValueError for a negative number of them; IndexError for
+    ``chunk_tokens`` 0: as many as ``CHUNK_BYTES`` hold. ``soft_cap``: logits x become soft_cap * tanh(x / soft_cap).
+    ValueError for a negative number of them; IndexError for
     targets outside of the vocabulary (on CPU; a device assertion on GPUs).
     """
     if chunk_tokens < 0:
@@ -69,7 +71,7 @@ def linear_cross_entropy(
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
     deferred = is_deferred(x, weight, traits, store)
     seen, ready = (FusedGradParam(weight), None) if deferred else autograd_proxy(weight, x, traits)
-    losses = _LinearCrossEntropy.apply(x, seen, labels, traits, chunk, store if deferred else None, ready)
+    losses = _LinearCrossEntropy.apply(x, seen, labels, traits, chunk, store if deferred else None, ready, soft_cap)
     return losses.view(target.shape)
 
 
@@ -83,19 +85,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: LinearTraits,
-        chunk_tokens: int, store: WeightGradientStore | None, ready: Tensor | None,
+        chunk_tokens: int, store: WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
     ) -> Tensor:  # fmt: skip
         ctx.adds_weight = isinstance(weight, FusedGradParam)
         weight = parameter_of(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
         x_th = _whole_input(x, traits)
         statistics = []
-        for chunk, logits in _logits(x_th, weight, chunk_tokens):
+        for chunk, logits in _logits(x_th, weight, chunk_tokens, soft_cap):
             statistics.append(ctx.passes.statistics(logits, labels.label_t[chunk], labels.num_true))
         loss_t, softmax = losses_of(torch.cat(statistics, dim=1), labels)
         ctx.save_for_backward(x, weight, labels.label_t, softmax.maximum_t, softmax.total_t)
         ctx.num_true, ctx.traits, ctx.chunk_tokens, ctx.store = labels.num_true, traits, chunk_tokens, store
-        ctx.weight = weight
+        ctx.weight, ctx.soft_cap = weight, soft_cap
         return loss_t
 
     @staticmethod
@@ -110,9 +112,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = _gradient_sum(ctx.weight, traits) if needs_weight else None
         summing: AsyncHandle | None = None
         grad_t = grad_loss.contiguous()
-        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens):
+        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens, ctx.soft_cap):
             softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
+            slope = None if ctx.soft_cap is None else 1 - (logits / ctx.soft_cap).square_()
             ctx.passes.gradient(logits, label_t[chunk], softmax, grad_t[chunk], out_tv=logits)
+            if slope is not None:
+                logits.mul_(slope)
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
                 if chunk.stop >= len(x_th):  # behind the last GEMM of dW
@@ -125,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = _hand_over(total, ctx.weight, traits, store)
         if summing is not None:
             grad_x = summing.wait()
-        return grad_x, grad_weight, None, None, None, None, ready_gradient(grad_loss) if needs_ready else None
+        return grad_x, grad_weight, None, None, None, None, ready_gradient(grad_loss) if needs_ready else None, None
 
 
 def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
@@ -134,13 +139,18 @@ def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
     return whole.detach().reshape(-1, x.shape[-1])
 
 
-def _logits(x_th: Tensor, weight: Tensor, chunk_tokens: int) -> Iterator[tuple[slice, Tensor]]:
-    """(tokens, their logits [c, v]), one chunk after the other in the same memory."""
+def _logits(
+    x_th: Tensor, weight: Tensor, chunk_tokens: int, soft_cap: float | None
+) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
+    """(tokens, their capped logits [c, v]), one chunk after the other in the same memory."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
     weight_hv = weight.detach().t()
     for first in range(0, len(x_th), chunk_tokens):
         x_ch = x_th[first : first + chunk_tokens]
-        yield slice(first, first + len(x_ch)), torch.mm(x_ch, weight_hv, out=memory[: len(x_ch)])
+        logits = torch.mm(x_ch, weight_hv, out=memory[: len(x_ch)])
+        if soft_cap is not None:
+            logits.div_(soft_cap).tanh_().mul_(soft_cap)
+        yield slice(first, first + len(x_ch)), logits
 
 
 def _gradient_sum(weight: Tensor, traits: LinearTraits) -> Tensor:

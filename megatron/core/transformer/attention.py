@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.attention.description import describe_attention
+from megatron.core.attention.window import layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import (
@@ -31,7 +32,7 @@ from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
-from megatron.core.transformer.norm import IdentityOp, L2Norm, make_norm
+from megatron.core.transformer.norm import IdentityOp, L2Norm, NormAcrossHeads, make_norm
 from megatron.core.transformer.overlap import Segments, can_overlap, drain, enter, finish, leave
 from megatron.core.transformer.recompute import run_of
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -76,8 +77,9 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear or config.add_qkv_bias,
             groups=groups,
         )
-        self.q_layernorm = _head_norm(submodules.q_layernorm, config, groups)
-        self.k_layernorm = _head_norm(submodules.k_layernorm, config, groups)
+        self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
+        self.q_layernorm = _head_norm(submodules.q_layernorm, config, groups, heads)
+        self.k_layernorm = _head_norm(submodules.k_layernorm, config, groups, kv_groups)
         self.core_attention = build_module(
             submodules.core_attention, config, layer_number, attn_mask_type, groups=groups
         )
@@ -139,23 +141,27 @@ class SelfAttention(nn.Module):
         """Everything up to the output projection: [s, b, heads * d]."""
         projected, _ = self.linear_qkv(hidden_states)
         grouped = projected.unflatten(-1, (-1, self.heads_per_group + 2, self.channels))
-        if ctx.rotary_pos_emb is None:
+        rotary = (ctx.rotary_pos_emb_local if self._is_local else None) or ctx.rotary_pos_emb
+        if rotary is None:
             query, key, value = self._heads(grouped)
         else:
-            query, key, value = self._rotated_heads(grouped, *ctx.rotary_pos_emb, self.rotary_interleaved)
+            query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
         return self._run_core(
             self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
         )
 
 
 def _head_norm(
-    slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups
+    slot: ModuleSpec | Callable[..., Any] | None, config: TransformerConfig, groups: ProcessGroups, num_heads: int
 ) -> nn.Module:
-    """The norm over each head's channels. All tensor-parallel ranks hold its weight, each sees its own heads."""
+    """The norm over each head's channels, whose weight all tensor-parallel ranks hold and each sees its own heads; or
+    over those of all ``num_heads`` (of all ranks) together."""
     if config.qk_l2_norm:
         return L2Norm(config.norm_epsilon)
     if slot is None and not config.qk_layernorm:
         return IdentityOp()
+    if config.qk_layernorm_across_heads:
+        return NormAcrossHeads(config, num_heads, groups=groups)
     partial = ("tp",) if groups.tp.size > 1 else ()
     return build_module(
         slot or make_norm, config, config.kv_channels, config.norm_epsilon, groups=groups, partial=partial

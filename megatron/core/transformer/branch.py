@@ -1,4 +1,5 @@
-"""A residual branch: x + dropout(mixer(norm(x))).
+"""A residual branch: x + dropout(mixer(norm(x))), with a norm behind the mixer as well, or only there, as
+``norm_placement`` says.
 
 The mixer is attention, a feed-forward network or any other module that maps [s, b, h] to [s, b, h]. It is called
 with ``(x, ctx)`` where its ``forward`` names a parameter ``ctx``, else with x alone. One that is written as
@@ -26,7 +27,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.random.dropout import NoDropout, dropout_is_fused, make_dropout
 from megatron.core.transformer.context import ForwardContext
-from megatron.core.transformer.norm import StreamNorm
+from megatron.core.transformer.norm import StreamNorm, ToDtype
 from megatron.core.transformer.overlap import Segments, runs_its_segments, segments_of
 from megatron.core.transformer.recompute import norm_output, run_of
 from megatron.core.transformer.spec_utils import BranchSpec, build_module
@@ -49,11 +50,17 @@ class Branch:
         self, layer: nn.Module, spec: BranchSpec, config: TransformerConfig, layer_number: int, groups: ProcessGroups
     ) -> None:
         self.layer, self.name, self.norm_name, self.dropout_name = layer, spec.name, spec.norm_name, spec.dropout_name
-        norm = build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups)
+        self.post_norm_name = spec.post_norm_name
+        norm_before, norm_behind = (
+            build_module(spec.norm, config, config.hidden_size, config.norm_epsilon, groups=groups) if wanted else None
+            for wanted in (config.norm_placement != "post", config.norm_placement != "pre")
+        )
         mixer = _build_mixer(spec.mixer, config, layer_number, groups)
         site = ("layer", layer_number, f"{spec.site} output")
-        layer.add_module(self.norm_name, norm)
+        layer.add_module(self.norm_name, norm_before or ToDtype(config.params_dtype))
         layer.add_module(self.name, mixer)
+        if norm_behind is not None:
+            layer.add_module(self.post_norm_name, norm_behind)
         layer.add_module(
             self.dropout_name, make_dropout(config.hidden_dropout, *site, fused=dropout_is_fused(config))
         )
@@ -64,6 +71,10 @@ class Branch:
     @property
     def norm(self) -> nn.Module:
         return getattr(self.layer, self.norm_name)
+
+    @property
+    def post_norm(self) -> nn.Module | None:
+        return self.layer._modules.get(self.post_norm_name)
 
     @property
     def mixer(self) -> nn.Module:
@@ -93,12 +104,14 @@ class Branch:
         return self.enter(before.add(residual, output, ctx))
 
     def mix(self, stream: Stream, ctx: ForwardContext) -> Segments[Tensor]:
-        """The mixer's output."""
+        """The mixer's output, behind its norm where there is one."""
         if ctx.overlap:
-            return (yield from segments_of(self.mixer, stream.normed, ctx))
-        mixer = self.mixer
-        with self._keeping(stream.normed, self.norm, stream.hidden):
-            return self._run(mixer, stream.normed, *((ctx,) if takes_context(type(mixer).forward) else ()))
+            output = yield from segments_of(self.mixer, stream.normed, ctx)
+        else:
+            mixer = self.mixer
+            with self._keeping(stream.normed, self.norm, stream.hidden):
+                output = self._run(mixer, stream.normed, *((ctx,) if takes_context(type(mixer).forward) else ()))
+        return output if self.post_norm is None else self.post_norm(output)
 
     def add(self, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Tensor:
         """The stream behind the branch."""

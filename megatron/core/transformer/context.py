@@ -32,6 +32,8 @@ class ForwardContext:
     """Where the tokens stand in the training run; None: nothing is dropped."""
     side_losses: SideLosses | None = None
     """Weight of losses in the middle of the model; None: there are none, as in evaluation."""
+    rotary_pos_emb_local: RotaryTables | None = None
+    """Rotations in layers with a sliding window; None: those of all layers."""
     overlap: bool = False
     """Whether another half of the micro-batch computes in between: collectives may then be left under way."""
 
@@ -47,12 +49,16 @@ class ForwardContext:
             return x.chunk(2, dim)[half] if x.shape[dim] == batch else x
 
         def context(half: int) -> ForwardContext:
-            mask, rotary, dropout = self.attention_mask, self.rotary_pos_emb, self.dropout
-            side = self.side_losses
+            mask, dropout, side = self.attention_mask, self.dropout, self.side_losses
+            rotary, rotary_local = (
+                None if tables is None else RotaryTables(*(part(table, half, 1) for table in tables))
+                for tables in (self.rotary_pos_emb, self.rotary_pos_emb_local)
+            )
             return replace(
                 self,
                 attention_mask=None if mask is None else part(mask, half),
-                rotary_pos_emb=None if rotary is None else RotaryTables(*(part(table, half, 1) for table in rotary)),
+                rotary_pos_emb=rotary,
+                rotary_pos_emb_local=rotary_local,
                 dropout=None if dropout is None else replace(dropout, sample_b=part(dropout.sample_b, half)),
                 side_losses=None if side is None else side._replace(tokens_b=part(side.tokens_b, half)),
                 overlap=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.core.description.model import Config, LayerPlace, Piece, norm, residual_branch
+from megatron.core.description.model import Config, LayerPlace, Piece, norm, one_piece, residual_branch
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import branch_specs, branches_of
 
@@ -15,7 +15,7 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
 
     A class that is one piece may bring ``describe(config, place) -> Piece`` itself.
     """
-    apart = branches_of(spec)
+    apart = branches_of(spec, config.use_parallel_residual)
     if apart is not None:
         return tuple(_describe_branch(each, config, place) for each in apart)
     if describe := getattr(getattr(spec, "module", spec), "describe", None):
@@ -23,14 +23,7 @@ def describe_layer(spec: ModuleSpec | Callable[..., Any], config: Config, place:
     slots = branch_specs(getattr(spec, "submodules", None))  # of a class of your own they may be anything
     own = [each for each in slots if isinstance(each, BranchSpec)] if isinstance(slots, Sequence) else []
     pieces = [_describe_branch(each, config, place) for each in own]
-    return (
-        Piece(
-            "layer", tuple(each for piece in pieces for each in piece.params),
-            tuple(op for piece in pieces for op in piece.ops), is_branch=True,
-            is_known=bool(pieces) and all(piece.is_known for piece in pieces),
-            settings=tuple(name for piece in pieces for name in piece.settings),
-        ),
-    )  # fmt: skip
+    return (one_piece(pieces),)
 
 
 def _describe_branch(spec: BranchSpec, config: Config, place: LayerPlace) -> Piece:

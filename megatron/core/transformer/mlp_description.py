@@ -14,15 +14,15 @@ from megatron.core.description.model import (
 )
 
 SETTINGS = (
-    "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "quick_geglu", "activation_func_clamp_value",
-    "glu_linear_offset",
+    "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "quick_geglu", "geglu",
+    "activation_func_clamp_value", "glu_linear_offset",
 )  # fmt: skip
 """Settings that its weights depend on."""
 
 
 def is_gated(config: Config) -> bool:
     """Whether the first layer puts out a gate beside the value."""
-    return bool(config.swiglu or config.quick_geglu)
+    return bool(config.swiglu or config.quick_geglu or config.geglu)
 
 
 def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None) -> Piece:

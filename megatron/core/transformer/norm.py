@@ -15,11 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.sharding.placement import Ones, Zeros, parameter
+from megatron.core.sharding.placement import Ones, Shard, Zeros, parameter
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 
 
 class StreamNorm(nn.Module):
@@ -80,6 +85,38 @@ class L2Norm(nn.Module):
         return F.rms_norm(x, x.shape[-1:], None, self.eps)
 
 
+class NormAcrossHeads(nn.Module):
+    """RMSNorm over the channels of all heads of all tensor-parallel ranks together (OLMo 2), each of which holds the
+    weights of its own heads. [s, b, g, p, d] (g p local heads) -> the same.
+
+    Raises:
+        UserError: several ranks would share a head, whose squares would then count more than once.
+    """
+
+    def __init__(self, config: TransformerConfig, num_heads: int, *, groups: ProcessGroups) -> None:
+        super().__init__()
+        if num_heads % groups.tp.size:
+            raise UserError(
+                f"qk_layernorm_across_heads: {num_heads} key and value heads (num_query_groups) are fewer than "
+                f"{groups.tp.size} tensor-parallel ranks, several of which would share a head; take fewer ranks"
+            )
+        self.group, self.eps, self.width = groups.tp, config.norm_epsilon, num_heads * config.kv_channels
+        self.offset, init = float(config.apply_layernorm_1p), Zeros() if config.apply_layernorm_1p else Ones()
+        self.weight = parameter(
+            (self.width,), init=init, mesh={"tp": Shard(0)}, groups=groups, dtype=config.params_dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = wide.square().sum((2, 3, 4), keepdim=True)
+        # summed over ranks forward, and its gradient backward: every rank's output depends on every rank's squares
+        squares = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(squares, self.group), self.group
+        )
+        normed = wide * torch.rsqrt(squares / self.width + self.eps)
+        return (normed * (self.weight + self.offset).view(x.shape[2:])).to(x.dtype)
+
+
 def make_norm(
     config: TransformerConfig,
     hidden_size: int,
@@ -93,6 +130,17 @@ def make_norm(
         partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
     kinds: dict[str, type[StreamNorm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
     return kinds[config.normalization](config, hidden_size, eps, groups, partial)
+
+
+class ToDtype(nn.Module):
+    """Fills a norm's slot that does nothing: the residual stream in the dtype that weights compute in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
 
 
 class IdentityOp(nn.Module):

@@ -26,6 +26,7 @@ class ModuleSpec:
 @dataclass
 class BranchSpec:
     """One residual branch of a layer, x + dropout(mixer(norm(x))). Parameters are called by ``name`` and ``norm_name``.
+    Where ``norm_placement`` asks for a norm behind the mixer, it is a second one of the same kind.
 
     A stage may end behind any branch. ``mixer`` may bring a ``describe(config, place)`` (``description.py``).
     """
@@ -41,6 +42,11 @@ class BranchSpec:
     def __post_init__(self) -> None:
         self.norm_name = self.norm_name or f"pre_{self.name}_layernorm"
         self.site = self.site or self.name
+
+    @property
+    def post_norm_name(self) -> str:
+        """The name of the norm behind the mixer among the layer's modules."""
+        return f"post_{self.name}_layernorm"
 
     @property
     def dropout_name(self) -> str:

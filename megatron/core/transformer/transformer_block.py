@@ -86,7 +86,7 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         specs = layer_specs(spec, config.num_layers)
-        names = branch_names(specs)
+        names = branch_names(specs, config.use_parallel_residual)
         branches = branches_of_layers(range(config.num_layers), names) if branches is None else branches
         self.layers = LayerList()
         for part in parts_of(branches, names):
@@ -126,7 +126,8 @@ def overlaps(config: TransformerConfig, groups: ProcessGroups) -> bool:
     return tensor or (config.overlap_moe_expert_parallel_comm and groups.etp_ep.size > 1)
 
 
-def branch_names(specs: Sequence[ModuleSpec]) -> list[list[str]]:
-    """Names of the branches of each layer; of a layer that is built as one piece, one name."""
-    parts = [branches_of(spec) for spec in specs]
+def branch_names(specs: Sequence[ModuleSpec], parallel: bool = False) -> list[list[str]]:
+    """Names of the branches of each layer; of a layer that is built as one piece, one name. ``parallel``: whether
+    branches of a layer read the same stream."""
+    parts = [branches_of(spec, parallel) for spec in specs]
     return [["layer"] if own is None else [each.name for each in own] for own in parts]

@@ -3,7 +3,11 @@
     x = x + dropout(attention(norm(x)))
     x = x + dropout(mlp(norm(x)))
 
-or any other list of branches (``branch.py``). x is all that goes from one branch to the next, so that a pipeline stage
+or any other list of branches (``branch.py``); with ``use_parallel_residual`` all of them read the same x:
+
+    x = x + dropout(attention(norm(x))) + dropout(mlp(norm'(x)))
+
+x is all that goes from one branch to the next, so that a pipeline stage
 may end between any two; only the addition of a branch's output and the norm of the branch behind it are one pass over
 memory where both are on the same stage.
 
@@ -70,17 +74,30 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.config, self.layer_number = config, layer_number
         specs = branch_specs(submodules)
-        names = [name for each in specs for name in (each.name, each.norm_name, each.dropout_name)]
+        names = [name for each in specs for name in (each.name, each.norm_name, each.post_norm_name, each.dropout_name)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise UserError(f"{', '.join(twice)}: given to two modules; parameters are called by these names, one each")
         held = specs if branches is None else specs[branches.start : branches.stop]
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
+        self._order = self._beside_each_other if config.use_parallel_residual else self._one_after_another
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
         return drain(self.segments(hidden_states, ctx))
 
     def segments(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         """The same, stopping where a collective may be under way (``overlap.py``)."""
+        return self._order(hidden_states, ctx)
+
+    def _beside_each_other(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
+        streams = []
+        for branch in self.branches:  # the stream goes through the norms, whose backward passes add up its gradient
+            streams.append(branch.enter(hidden_states))
+            hidden_states = streams[-1].residual
+        for branch, stream in zip(self.branches, streams):
+            hidden_states = branch.add(hidden_states, (yield from branch.mix(stream, ctx)), ctx)
+        return hidden_states
+
+    def _one_after_another(self, hidden_states: Tensor, ctx: ForwardContext) -> Segments[Tensor]:
         stream = self.branches[0].enter(hidden_states)
         for branch, following in zip(self.branches, self.branches[1:]):
             output = yield from branch.mix(stream, ctx)
@@ -94,12 +111,13 @@ class TransformerLayer(nn.Module):
         return runs_its_segments(self) and all(branch.overlaps for branch in self.branches)
 
 
-def branches_of(spec: ModuleSpec | Callable[..., Any]) -> Sequence[BranchSpec] | None:
+def branches_of(spec: ModuleSpec | Callable[..., Any], parallel: bool = False) -> Sequence[BranchSpec] | None:
     """The branches of a layer, each of which may be built by itself; None for a layer that is one piece.
 
-    It is one where its class computes something of its own around the branches, or does not take ``branches``.
+    It is one where its class computes something of its own around the branches, or does not take ``branches``, or where
+    its branches read the same stream (``parallel``).
     """
-    if not isinstance(spec, ModuleSpec) or not isinstance(spec.module, type):
+    if parallel or not isinstance(spec, ModuleSpec) or not isinstance(spec.module, type):
         return None
     kind = spec.module
     if not issubclass(kind, TransformerLayer) or "branches" not in inspect.signature(kind).parameters:

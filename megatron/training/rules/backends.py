@@ -53,6 +53,17 @@ def flash_attention_can_run(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, field, "needs a package that is not installed", f"{INSTALL_FLASH[version]}, or leave it out")
 
 
+def plain_attention_caps_logits(cfg: PretrainConfig) -> Problems:
+    """The only one that does, and that of --transformer-impl transformer_engine too."""
+    if not cfg.attn_logit_softcapping:
+        return
+    if cfg.attention_backend in ("flash", "fused"):
+        reason = f"is not what the kernels of --attention-backend {cfg.attention_backend} compute"
+        yield problem(cfg, "attn_logit_softcapping", reason, "--attention-backend auto")
+    if cfg.flash_attention_version is not None:
+        yield problem(cfg, "flash_attention_version", "does not cap logits (--attn-logit-softcapping)", "leave one out")
+
+
 def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
     """Where attention is cuDNN's because the user says so."""
     in_blocks = cfg.context_parallel_size > 1 and "a2a" not in cfg.cp_comm_type  # odd blocks go to the flash kernel

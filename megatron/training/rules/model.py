@@ -101,6 +101,9 @@ def latent_attention_stands_alone(cfg: PretrainConfig) -> Problems:
     reasons = {
         "group_query_attention": "shares keys and values among queries, which latents do for all heads",
         "qk_l2_norm": "scales whole heads; norms of latents are --qk-layernorm",
+        "qk_layernorm_across_heads": "is of whole heads; norms of latents are --qk-layernorm",
+        "rotary_base_local": "does not reach multi-latent attention, which has one rotation",
+        "softmax_scale": "does not reach multi-latent attention, which has its own",
         "add_qkv_bias": "is of a projection that multi-latent attention does not have",
         "rotary_interleaved": "is what multi-latent attention does in any case",
         "use_rope_scaling": "does not reach multi-latent attention, which stretches by --rotary-scaling-factor",
@@ -126,12 +129,12 @@ def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
 
 
 def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
-    chosen = [field for field in ("swiglu", "squared_relu", "quick_geglu") if getattr(cfg, field)]
+    chosen = [field for field in ("swiglu", "squared_relu", "quick_geglu", "geglu") if getattr(cfg, field)]
     if len(chosen) > 1:
         yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "choose one activation")
     for field in ("activation_func_clamp_value", "glu_linear_offset"):
-        if getattr(cfg, field) and not (cfg.swiglu or cfg.quick_geglu):
-            yield problem(cfg, field, "needs a gated activation", "--swiglu or --quick-geglu")
+        if getattr(cfg, field) and not (cfg.swiglu or cfg.quick_geglu or cfg.geglu):
+            yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")
 
 
 def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
@@ -145,6 +148,35 @@ def window_settings_belong_together(cfg: PretrainConfig) -> Problems:
 def one_query_key_norm_is_chosen(cfg: PretrainConfig) -> Problems:
     if cfg.qk_layernorm and cfg.qk_l2_norm:
         yield problem(cfg, "qk_l2_norm", "contradicts --qk-layernorm", "choose one of the two")
+
+
+def norms_across_heads_have_heads_of_their_own(cfg: PretrainConfig) -> Problems:
+    if not cfg.qk_layernorm_across_heads or cfg.multi_latent_attention:
+        return
+    field, tp, groups = "qk_layernorm_across_heads", cfg.tensor_model_parallel_size, cfg.num_query_groups
+    if not cfg.qk_layernorm:
+        yield problem(cfg, field, "counts only with --qk-layernorm", "add that flag")
+    if cfg.normalization != "RMSNorm":
+        yield problem(cfg, field, f"is not for --normalization {cfg.normalization}", "--normalization RMSNorm")
+    if groups and groups % tp:
+        reason = f"needs key and value heads ({groups}) for each of --tensor-model-parallel-size {tp}"
+        yield problem(cfg, field, reason, "take fewer tensor-parallel ranks")
+
+
+def residual_streams_have_one_form(cfg: PretrainConfig) -> Problems:
+    others = {"use_parallel_residual": cfg.use_parallel_residual, "norm_placement": cfg.norm_placement == "post"}
+    for field, is_given in others.items():
+        if is_given and cfg.apply_residual_connection_post_layernorm:
+            yield problem(cfg, field, "contradicts --apply-residual-connection-post-layernorm", "choose one of the two")
+
+
+def local_rotation_has_its_layers(cfg: PretrainConfig) -> Problems:
+    if cfg.rotary_base_local is None or cfg.multi_latent_attention:
+        return
+    if cfg.window_size is None:
+        yield problem(cfg, "rotary_base_local", "is for layers with a window", "add --window-size LEFT,0")
+    if cfg.position_embedding_type not in ("rope", "yarn"):
+        yield problem(cfg, "rotary_base_local", "needs rotary positions", "--position-embedding-type rope")
 
 
 def one_precision_is_chosen(cfg: PretrainConfig) -> Problems:

@@ -18,6 +18,7 @@ from tests.test_utils.flag_effects.rows import (
 QKV = LAYERS + "0.self_attention.linear_qkv"
 SINK = LAYERS + "0.self_attention.core_attention.softmax_offset"
 FC1, FC2 = LAYERS + "0.mlp.linear_fc1", LAYERS + "0.mlp.linear_fc2"
+PRE_NORM, POST_NORM = LAYERS + "0.pre_mlp_layernorm.weight", LAYERS + "0.post_mlp_layernorm.weight"
 EMBEDDING = "embedding.word_embeddings.weight"
 GQA = "--group-query-attention"
 BF16 = "--bf16"
@@ -92,6 +93,13 @@ ROWS = [
         base="--disable-bias-linear"),
     row("--swiglu", gives(shape(FC1 + ".weight"), (2, 64, 32))),
     row("--quick-geglu", gives(shape(FC1 + ".weight"), (2, 128, 32))),
+    row("--geglu", gives(shape(FC1 + ".weight"), (2, 128, 32))),
+    row("--norm-placement sandwich", gives(shape(POST_NORM), (32,)), gives(shape(PRE_NORM), (32,))),
+    row("--norm-placement post", gives(shape(POST_NORM), (32,)), gives(shape(PRE_NORM), None)),
+    row("--use-parallel-residual", changes("gradients"), keeps("initial")),
+    row("--apply-embedding-scaling", changes("losses"), keeps("initial")),
+    row("--final-logit-softcapping 1e-3", gives(lambda run: float(run.losses[0]), math.log(64), 1e-3), keeps("initial"),
+        base="--embedding-init-method-std 1"),
     row("--softmax-type learnable", gives(shape(SINK), (4,)), changes("losses")),
     row("--softmax-type off-by-one", gives(shape(SINK), None), changes("losses"), keeps("initial")),
     row("--mtp-num-layers 2", gives(modules("TransformerLayer"), 4),

@@ -26,6 +26,7 @@ from megatron.core.config.errors import UserError
 
 Form = Literal["whole", "gather", "ring"]
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+NO_SOFT_CAP = "it does not cap logits (--attn-logit-softcapping)"
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Request:
 
     sink: bool = False
     """Whether a sink joins the softmax (``sink.py``)."""
+    soft_cap: float | None = None
+    """``--attn-logit-softcapping``."""
 
     @property
     def situation(self) -> str:
@@ -59,6 +62,7 @@ class Request:
         parts = [where, str(self.dtype).removeprefix("torch."), f"head dim {self.channels}"]
         parts += [] if self.window is None else ["window {},{}".format(*self.window)]
         parts += ["attention sinks"] if self.sink else []
+        parts += [] if self.soft_cap is None else [f"logits capped at {self.soft_cap:g}"]
         return ", ".join(parts + (["deterministic"] if self.deterministic else []))
 
     @property

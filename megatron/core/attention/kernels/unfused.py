@@ -23,12 +23,15 @@ class UnfusedAttention:
     """Scores, mask, softmax and dropout as separate torch operations.
 
     Args:
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap), before the mask.
         layer_scale: scores are divided by it before they are rounded and multiplied again in the fp32 softmax.
         softmax_in_fp32: of whole sequences; blocks are computed in fp32 anyway.
     """
 
-    def __init__(self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False) -> None:
-        self.scale, self.layer_scale = scale, layer_scale
+    def __init__(
+        self, scale: float, *, layer_scale: float = 1.0, softmax_in_fp32: bool = False, soft_cap: float | None = None
+    ) -> None:  # fmt: skip
+        self.scale, self.layer_scale, self.soft_cap = scale, layer_scale, soft_cap
         self.dropout: WeightDropout | None = None
         """Dropout of blocks; for whole sequences the mask has it."""
         self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
@@ -49,6 +52,9 @@ class UnfusedAttention:
         grouped = query.unflatten(2, (kv_groups, -1)).permute(1, 2, 3, 0, 4).flatten(2, 3)
         scaled_keys = key.permute(1, 2, 3, 0) * (self.scale / self.layer_scale)
         scores = torch.matmul(grouped, scaled_keys).view(batch, heads, num_queries, num_keys)
+        if self.soft_cap is not None:
+            cap = self.soft_cap / self.layer_scale
+            scores = torch.tanh(scores / cap) * cap
         masks = [hidden_pairs(tile, query.device), mask.hidden]
         if mask.documents is not None and mask.documents.cu_seqlens_q is not None:
             masks.append(document_mask(mask.documents.cu_seqlens_q, batch, num_queries))
@@ -68,17 +74,21 @@ class UnfusedAttention:
         kernel.dropout = dropout
         return kernel
 
-    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> Tensor:
-        """Scaled scores [b, g, p, q, k], -inf where hidden."""
+    def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> tuple[Tensor, Tensor | float]:
+        """Scaled and capped scores [b, g, p, q, k], -inf where hidden, and their derivative by the products."""
         grouped = query.unflatten(1, (key.shape[1], -1))
         scores = torch.matmul(grouped, key.unsqueeze(2).transpose(-1, -2)) * self.scale
+        slope: Tensor | float = self.scale
+        if self.soft_cap is not None:
+            share = torch.tanh(scores / self.soft_cap)
+            scores, slope = share * self.soft_cap, (1 - share.square()) * self.scale
         hidden = hidden_pairs(tile, query.device)
-        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+        return scores if hidden is None else scores.masked_fill(hidden, -torch.inf), slope
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`; out and lse in fp32 or fp64."""
         query, key, value = (_wide(x) for x in (query, key, value))
-        scores = self._scores(query, key, tile)
+        scores, _ = self._scores(query, key, tile)
         lse = torch.logsumexp(scores, dim=-1, keepdim=True)
         weights = torch.exp(scores - lse)
         if self.dropout is not None:
@@ -91,7 +101,8 @@ class UnfusedAttention:
         """As :meth:`Kernel.backward`; gradients in fp32 or fp64."""
         grad, query, key, value, out = (_wide(x) for x in (grad, query, key, value, out))
         groups = (key.shape[1], -1)
-        weights = torch.exp(self._scores(query, key, tile) - lse.unflatten(1, groups).unsqueeze(-1))
+        scores, slope = self._scores(query, key, tile)
+        weights = torch.exp(scores - lse.unflatten(1, groups).unsqueeze(-1))
         # sum_k dP_k P_k over all blocks, dropout included
         delta = (grad * out).sum(-1, keepdim=True).unflatten(1, groups)
         grad = grad.unflatten(1, groups)
@@ -101,7 +112,7 @@ class UnfusedAttention:
             factors = self.dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
             dropped, grad_weights = weights * factors, grad_weights * factors
         grad_value = torch.matmul(dropped.transpose(-1, -2), grad).sum(2)
-        grad_scores = weights * (grad_weights - delta) * self.scale
+        grad_scores = weights * (grad_weights - delta) * slope
         grad_query = torch.matmul(grad_scores, key.unsqueeze(2)).flatten(1, 2)
         grad_key = torch.matmul(grad_scores.transpose(-1, -2), query.unflatten(1, groups)).sum(2)
         return grad_query, grad_key, grad_value

@@ -230,7 +230,7 @@ class TEDotProductAttention(nn.Module):
             config.num_attention_heads // tp.size, config.kv_channels,
             num_gqa_groups=config.num_query_groups // tp.size, attention_dropout=0.0,
             attn_mask_type="causal" if causal else "no_mask", window_size=(left, 0 if causal else right),
-            layer_number=layer_number,
+            layer_number=layer_number, softmax_scale=config.softmax_scale,
         )  # fmt: skip
         self._attention = (attention,)  # in a tuple: no submodule
         self.packed_mask = "padding_causal" if causal else "padding"

@@ -5,6 +5,7 @@ Legend: s sequence, b batch, h hidden.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -52,15 +53,22 @@ class LanguageModelEmbedding(nn.Module):
         )  # fmt: skip
         self.position_embeddings = PositionEmbedding(config, max_sequence_length, groups) if learned_positions else None
         self.embedding_dropout = make_dropout(config.hidden_dropout, "embedding", fused=dropout_is_fused(config))
+        self.scale = 1.0
+        if config.apply_embedding_scaling:  # rounded as the published models were trained
+            self.scale = torch.tensor(config.hidden_size**0.5, dtype=config.params_dtype).item()
         self.sequence_parallel = groups.stream(config.sequence_parallel).size > 1
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, dropout: DropoutCoordinates | None = None) -> Tensor:
         ids_sb = input_ids.t()  # of ids, not of vectors
         if self.sequence_parallel and self.position_embeddings is None:
-            return self.embedding_dropout(self.word_embeddings.scattered(ids_sb), dropout)
+            return self._dropped(self.word_embeddings.scattered(ids_sb), dropout)
         embeddings = self.word_embeddings(ids_sb)
         if self.position_embeddings is not None:
             embeddings = embeddings + self.position_embeddings(position_ids.t())
         if self.sequence_parallel:
             embeddings = scatter_to_sequence_parallel_region(embeddings, self.group)
-        return self.embedding_dropout(embeddings, dropout)
+        return self._dropped(embeddings, dropout)
+
+    def _dropped(self, embeddings: Tensor, dropout: DropoutCoordinates | None) -> Tensor:
+        """Scaled first, where that is asked for."""
+        return self.embedding_dropout(embeddings if self.scale == 1.0 else embeddings * self.scale, dropout)

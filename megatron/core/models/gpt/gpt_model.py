@@ -117,6 +117,11 @@ class GPTModel(MegatronModule):
             config, position_embedding_type, max_sequence_length, rotary_percent, rotary_base,
             Llama3Scaling(rope_scaling_factor) if rope_scaling else None, seq_len_interpolation_factor,
         )  # fmt: skip
+        self.rotary_pos_emb_local = None
+        if self.rotary_pos_emb is not None and config.rotary_base_local is not None:
+            self.rotary_pos_emb_local = RotaryEmbedding(
+                config.kv_channels, rotary_percent, rotary_base=config.rotary_base_local, dtype=config.params_dtype
+            )
         with torch.device(_construction_device(config)):
             learned = position_embedding_type == "learned_absolute"
             self._build(transformer_layer_spec, branches, learned, mtp_block_spec)
@@ -162,6 +167,7 @@ class GPTModel(MegatronModule):
                 tied_to="embedding.word_embeddings.weight" if tied else None,
                 divisible_by=self.divisible_by, groups=self.groups,
             )  # fmt: skip
+            self.output_layer.soft_cap = config.final_logit_softcapping
             if self.output_layer.weight is None:
                 self.output_layer.borrowed = (self.embedding.word_embeddings.weight,)
             if mtp_spec is not None:
@@ -278,11 +284,12 @@ class GPTModel(MegatronModule):
         else:
             assert self._input_tensor is not None, "set_input_tensor comes before forward on later pipeline stages"
             hidden_states = self._input_tensor
-        rotary = None
-        if self.rotary_pos_emb is not None:
-            rotary = self.rotary_pos_emb(length, input_ids.device, self.groups.cp)
+        rotary, rotary_local = (
+            None if each is None else each(length, input_ids.device, self.groups.cp)
+            for each in (self.rotary_pos_emb, self.rotary_pos_emb_local)
+        )
         side_losses = self._side_losses(batch, loss_mask, input_ids.device)
-        context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout, side_losses)
+        context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout, side_losses, rotary_local)
         hidden_states = self.decoder(hidden_states, context)
         if not self.post_process:
             return hidden_states

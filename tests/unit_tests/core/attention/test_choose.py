@@ -47,6 +47,11 @@ def request(**changes):
         ({"dtype": torch.float32}, "efficient", "float32"),
         ({"dtype": torch.float64}, "math", "float64"),
         ({"capability": None, "backend": "fused"}, "torch", "no GPU"),
+        ({"soft_cap": 50.0}, "unfused", "not cuDNN through torch SDPA: it does not cap logits"),
+        ({"soft_cap": 50.0, "window": (127, 0)}, "unfused", "logits capped at 50"),
+        ({"soft_cap": 50.0, "dtype": torch.float32}, "unfused", "not torch SDPA, math: it does not cap logits"),
+        ({"soft_cap": 50.0, "form": "ring", "flash_packages": (4,)}, "unfused", "not flash-attn, FlashAttention 4: it"),
+        ({"soft_cap": 50.0, "capability": None}, "unfused", "no GPU"),
     ],
 )
 def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason):
@@ -65,6 +70,9 @@ def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason
         ({"flash_version": 3, "flash_packages": (3,), "capability": AMPERE}, "for Hopper"),
         ({"flash_version": 2, "flash_packages": (2,), "backend": "fused"}, "contradicts --attention-backend fused"),
         ({"flash_version": 2, "flash_packages": (2,), "capability": None}, "on a GPU"),
+        ({"soft_cap": 50.0, "backend": "fused"}, "it does not cap logits"),
+        ({"soft_cap": 50.0, "backend": "flash", "window": (9, 0)}, "it does not cap logits"),
+        ({"soft_cap": 50.0, "flash_version": 2, "flash_packages": (2,)}, "it does not cap logits"),
     ],
 )
 def test_what_was_asked_for_by_name_is_refused_where_it_cannot_serve(changes, message):

@@ -57,7 +57,7 @@ def test_rotary_equals_its_reference(interleaved, width):
 
 
 def choice(**overrides):
-    base = dict.fromkeys(("swiglu", "squared_relu", "quick_geglu"), False)
+    base = dict.fromkeys(("swiglu", "squared_relu", "quick_geglu", "geglu"), False)
     base |= dict.fromkeys(("bias_gelu_fusion", "bias_swiglu_fusion", "add_bias_linear"), True)
     base |= {"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "params_dtype": DOUBLE}
     return SimpleNamespace(**{**base, **overrides})
@@ -77,6 +77,7 @@ def test_the_other_activations():
     assert torch.equal(squared_relu(x), x.clamp(min=0) ** 2)
     assert activation_of(choice(swiglu=True)) is swiglu
     torch.testing.assert_close(activation_of(choice(quick_geglu=True))(x), gate * torch.sigmoid(1.702 * gate) * up)
+    torch.testing.assert_close(activation_of(choice(geglu=True))(x), F.gelu(gate, approximate="tanh") * up)
     clamped = activation_of(choice(swiglu=True, activation_func_clamp_value=1.0, glu_linear_offset=1.0))(x)
     torch.testing.assert_close(clamped, F.silu(gate.clamp(max=1.0)) * (up.clamp(-1.0, 1.0) + 1.0))
     torch.testing.assert_close(gated(x, activation=quick_gelu), quick_gelu(gate) * up)

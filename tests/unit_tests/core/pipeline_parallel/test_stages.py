@@ -23,6 +23,7 @@ def shape(num_layers, ranks, **fields):
     defaults = {
         "num_layers": num_layers, "pipeline_model_parallel_size": ranks, "hidden_size": 64, "ffn_hidden_size": 256,
         "num_attention_heads": 4, "num_query_groups": 4, "kv_channels": 16, "swiglu": False, "quick_geglu": False,
+        "geglu": False,
         "num_layers_per_virtual_pipeline_stage": None, "num_virtual_stages_per_pipeline_rank": None,
         "decoder_first_pipeline_num_layers": None, "decoder_last_pipeline_num_layers": None,
         "account_for_embedding_in_pipeline_split": False, "account_for_loss_in_pipeline_split": False,

@@ -97,3 +97,26 @@ def test_a_block_is_the_whole_where_there_is_one(visibility):
     expected = torch.autograd.grad(whole, inputs, weights)
     for one, other in zip(kernel.backward(weights, *heads_first, out, lse, tile), expected, strict=True):
         torch.testing.assert_close(one.permute(2, 0, 1, 3), other)
+
+
+def test_capped_blocks_equal_capped_whole_sequences():
+    """The backward pass of blocks is written by hand; that of whole sequences is torch's."""
+    kernel, inputs = UnfusedAttention(SCALE, soft_cap=0.7), tensors(7, 7, CHANNELS)
+    found = kernel.attend(*inputs, Mask(Visibility(True, (3, 0))))
+    plain = UnfusedAttention(SCALE).attend(*inputs, Mask(Visibility(True, (3, 0))))
+    assert not torch.allclose(found, plain, atol=1e-3), "the cap does nothing"
+    grad, tile = torch.randn_like(found), whole_tile(7, 7, Visibility(True, (3, 0)))
+    query, key, value = (x.detach().permute(1, 2, 0, 3) for x in inputs)
+    out, lse = kernel.forward(query, key, value, tile)
+    torch.testing.assert_close(out.permute(2, 0, 1, 3), found)
+    grads = kernel.backward(grad.permute(1, 2, 0, 3), query, key, value, out, lse, tile)
+    for one, other in zip(grads, torch.autograd.grad(found, inputs, grad)):
+        torch.testing.assert_close(one.permute(2, 0, 1, 3), other)
+
+
+def test_a_cap_is_of_scores_that_layer_scaling_has_not_divided():
+    inputs = tensors(5, 5, CHANNELS)
+    scaled = UnfusedAttention(SCALE, soft_cap=0.7, layer_scale=3.0, softmax_in_fp32=True)
+    plain = UnfusedAttention(SCALE, soft_cap=0.7)
+    mask = Mask(Visibility(True))
+    torch.testing.assert_close(scaled.attend(*inputs, mask), plain.attend(*inputs, mask))
