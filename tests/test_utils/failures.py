@@ -57,7 +57,8 @@ class Fault:
     @property
     def flags(self):
         return ["--mock-data", "--watchdog-timeout-seconds", str(self.timeout), "--save-interval", "5",
-                "--eval-interval", "4", *self.layout.split()]  # fmt: skip
+                "--eval-interval", "4", *self.layout.split(),
+                *(["--async-save"] if "background" in self.what else [])]  # fmt: skip
 
 
 @dataclass

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import zlib
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +27,8 @@ from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
 
 MAX_ASSET_BYTES = 2**31
+READERS = 4
+"""Threads that fill a rank's tensors."""
 _LISTED = 40
 """Problems spelled out in one message."""
 
@@ -71,8 +75,9 @@ def load_from(
     together(check, group)
 
     def fill() -> None:
-        for tensor in sharded_state_dict.values():
-            reader.read_into(tensor)
+        # checksums, reads and copies release the interpreter; a source of another format may not take several threads
+        with ThreadPoolExecutor(READERS if isinstance(reader, CheckpointReader) else 1) as pool:
+            list(pool.map(reader.read_into, sharded_state_dict.values()))
 
     together(fill, group)
     return {key: tensor.local for key, tensor in sharded_state_dict.items()}
@@ -110,6 +115,10 @@ def together_reader(checkpoint_dir: str | os.PathLike, group: Group) -> Checkpoi
     return readers[0]
 
 
+class _OfThread(threading.local):
+    buffer: Tensor | None = None
+
+
 class CheckpointReader:
     """One checkpoint directory, opened and checked for completeness. Needs no process group.
 
@@ -122,6 +131,7 @@ class CheckpointReader:
         self.manifest = read_manifest(self.directory)
         self.objects: dict[str, Any] = self.manifest["objects"]
         self._checked_headers: set[str] = set()
+        self._own = _OfThread()
 
     @property
     def names(self) -> list[str]:
@@ -166,7 +176,7 @@ class CheckpointReader:
             return
         row_bytes = max(math.prod(chunk["shape"][1:]) * dtype.itemsize, 1)
         first = wanted.offsets[0] - chunk["offsets"][0]
-        rows_at_once = max(4 * BLOCK_BYTES // row_bytes, 1)
+        rows_at_once = max(2 * BLOCK_BYTES // row_bytes, 1)
         for start in range(0, wanted.lengths[0], rows_at_once):
             count = min(rows_at_once, wanted.lengths[0] - start)
             rows = self._rows(name, chunk, dtype, first + start, count)
@@ -175,14 +185,14 @@ class CheckpointReader:
             target[start : start + count].copy_(rows)
 
     def _rows(self, name: str, chunk: dict, dtype: torch.dtype, first: int, count: int) -> Tensor:
-        """Rows ``first`` to ``first + count`` of a chunk, from checked blocks."""
+        """Rows ``first`` to ``first + count`` of a chunk, from checked blocks; they hold until this thread's next."""
         row_shape = chunk["shape"][1:]
         row_bytes = math.prod(row_shape) * dtype.itemsize
         total = math.prod(chunk["shape"]) * dtype.itemsize
         begin, end = first * row_bytes, (first + count) * row_bytes
         first_block, last_block = begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)
-        data = bytearray(min(last_block * BLOCK_BYTES, total) - first_block * BLOCK_BYTES)
-        view = memoryview(data)
+        data = self._buffer(min(last_block * BLOCK_BYTES, total) - first_block * BLOCK_BYTES)
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
         self._read_at(chunk["file"], chunk["start"] + first_block * BLOCK_BYTES, view)
         for block in range(first_block, last_block):
             at = (block - first_block) * BLOCK_BYTES
@@ -190,8 +200,13 @@ class CheckpointReader:
                 path = self.directory / chunk["file"]
                 raise CheckpointDamagedError(f"{path}: {name} is damaged (its checksum does not match)")
         begin -= first_block * BLOCK_BYTES
-        values = torch.frombuffer(data, dtype=dtype, offset=begin, count=count * math.prod(row_shape))
-        return values.view(count, *row_shape)
+        return data[begin : begin + count * row_bytes].view(dtype).view(count, *row_shape)
+
+    def _buffer(self, size: int) -> Tensor:
+        """Bytes of this thread, the same again: fresh memory costs the kernel as much as reading into it."""
+        if self._own.buffer is None or self._own.buffer.numel() < size:
+            self._own.buffer = torch.empty(size, dtype=torch.uint8)
+        return self._own.buffer[:size]
 
     def _check_header(self, file: str) -> None:
         """Other readers of safetensors use the header: it must be intact, and of this checkpoint."""

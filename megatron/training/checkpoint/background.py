@@ -110,7 +110,7 @@ class BackgroundWriter:
         """Whether the save is over on every rank, as all see it. Collective."""
         assert self._thread is not None
         while wait and self.busy:
-            self._thread.join(1.0)
+            self._thread.join(0.2)
             self.check()
         self.check()
         if self.world.size == 1:

@@ -60,8 +60,8 @@ __all__ = ["Checkpointer", "apply_checkpoint_args", "load_checkpoint_args"]
 
 logger = logging.getLogger(__name__)
 
-SHARE_OF_COLLECTIVE_TIMEOUT = 0.9
-"""Slow files are named before ranks that wait for them in a collective give up."""
+SHARE_OF_COLLECTIVE_TIMEOUT = 0.8
+"""Files that hang behind training are named before the watchdog names the rank that waits for them."""
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,8 @@ FAULTS = {
     "hangs in evaluation": hang,
     "hangs in a save": hang,
     "is killed in the second save": kill,
+    "hangs in a background save": hang,
+    "is killed in the second background save": kill,
     "hangs before the first iteration": hang,
     "holds the interpreter": hold_the_interpreter,
     "is stopped": stop,
@@ -141,7 +143,7 @@ def plant(fault):
     from megatron.training.checkpoint.checkpointer import Checkpointer
     from megatron.training.tasks.gpt import GPTTask
 
-    get_batch, save, loss_func = GPTTask.get_batch, Checkpointer.save, GPTTask.loss_func
+    get_batch, save, loss_func = GPTTask.get_batch, Checkpointer.start_save, GPTTask.loss_func
     calls, saves = {True: 0, False: 0}, []
     moment = (False, 2) if fault == "hangs in evaluation" else (True, 3)
 
@@ -156,11 +158,11 @@ def plant(fault):
         calls[True] += 1
         return loss_func(self, batch, output * float("nan") if calls[True] >= 3 else output)
 
-    def faulty_save(self, state):
+    def faulty_save(self, state, **how):
         saves.append(state.iteration)
         if len(saves) == (2 if "second" in fault else 1):
             self.fault = lambda phase: go_wrong() if phase == "before_fsync" else None
-        return save(self, state)
+        return save(self, state, **how)
 
     def go_wrong(*args):
         note("fault")
@@ -169,7 +171,7 @@ def plant(fault):
     if fault == "computes NaN":
         GPTTask.loss_func = faulty_loss
     elif fault.endswith("save"):
-        Checkpointer.save = faulty_save
+        Checkpointer.start_save = faulty_save
     elif fault == "hangs before the first iteration":
         GPTTask.train_valid_test_datasets_provider = go_wrong
     else:
