@@ -78,6 +78,13 @@ def _entry(path: Path, name: str, entry: Any, origin: int, total: int) -> LazyTe
         )
 
     def read() -> Tensor:
+        return read_part(begin, end, shape)
+
+    def read_rows(start: int, stop: int) -> Tensor:
+        row = math.prod(shape[1:]) * dtype.itemsize
+        return read_part(begin + start * row, begin + stop * row, (stop - start, *shape[1:]))
+
+    def read_part(begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
         if begin == end:
             return torch.empty(shape, dtype=dtype)
         data = bytearray(end - begin)
@@ -90,7 +97,7 @@ def _entry(path: Path, name: str, entry: Any, origin: int, total: int) -> LazyTe
                 done += count
         return torch.frombuffer(data, dtype=dtype).view(shape)
 
-    return LazyTensor(shape, dtype, read)
+    return LazyTensor(shape, dtype, read, read_rows)
 
 
 def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> list[dict[str, LazyTensor]]:

@@ -31,9 +31,16 @@ def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
     """``…/iter_0001000``: weights, optimizer state, objects. Every block is checked against its checksum when read."""
     reader = CheckpointReader(checkpoint_dir)
     args = reader.objects.get("args")
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        shape, dtype = reader.shape(name), DTYPES[reader.manifest["tensors"][name]["dtype"]]
+        part = torch.empty((stop - start, *shape[1:]), dtype=dtype)
+        reader.read_into(ShardedTensor(name, part, shape, (start, *(0 for _ in shape[1:]))))
+        return part
+
     tensors = {
         name: LazyTensor(reader.shape(name), DTYPES[reader.manifest["tensors"][name]["dtype"]],
-                         partial(reader.read, name))
+                         partial(reader.read, name), partial(rows, name))
         for name in reader.names if not name.startswith("rng.")
     }  # fmt: skip
     assets = {name: reader.directory / name for name in reader.manifest["assets"]}

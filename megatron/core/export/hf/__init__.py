@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +49,7 @@ def load_hf(folder: str | os.PathLike) -> Interchange:
 
 def save_hf(
     model: Interchange, folder: str | os.PathLike, *, dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None, on_tensor: Callable[[str], None] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None, source: Any = None,
 ) -> None:  # fmt: skip
     """Write ``model`` as the new folder ``folder``; it appears complete or not at all.
 
@@ -59,11 +58,12 @@ def save_hf(
         max_shard_bytes: of one file; a larger tensor has a file of its own.
         family: the ``model_type`` to write; None: that of the folder where the model came from, if its settings are
             still such a model's, else the first whose they are.
-        on_tensor: told the name of each tensor once it is written.
+        source: JSON that says what ``model`` was read from: the same conversion, started again, goes on where it ended.
+            None: it begins anew.
 
     Raises:
         UserError: the folder exists or cannot be written; no family has such a model; a tensor is missing or left over.
     """
     from megatron.core.export.hf.writer import save
 
-    save(model, Path(folder), dtype, max_shard_bytes=max_shard_bytes, family=family, on_tensor=on_tensor)
+    save(model, Path(folder), dtype, max_shard_bytes=max_shard_bytes, family=family, source=source)

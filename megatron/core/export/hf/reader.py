@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import UserError
+from megatron.core.export.files import read_safetensors
 from megatron.core.export.hf.config_file import CONFIG, GENERATION, load_settings, read_json
 from megatron.core.export.hf.conversion import expected, placements, to_ours
 from megatron.core.export.hf.family import Family, complete
 from megatron.core.export.interchange import Interchange
-from megatron.core.export.safetensors_files import open_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 TOKENIZER = (
@@ -43,7 +43,7 @@ def load(folder: Path) -> Interchange:
 def _open_weights(folder: Path) -> dict[str, LazyTensor]:
     """Every tensor of the folder's weights; those of the index, where there is one, and no others."""
     for stem, ending, opener in (
-        ("model", "safetensors", open_safetensors), ("pytorch_model", "bin", _open_bin)
+        ("model", "safetensors", read_safetensors), ("pytorch_model", "bin", _open_bin)
     ):  # fmt: skip
         single, index = folder / f"{stem}.{ending}", folder / f"{stem}.{ending}.index.json"
         if single.is_file() and not index.is_file():
@@ -133,7 +133,8 @@ def _equal(one: LazyTensor, other: LazyTensor | None) -> bool:
         return False
     step = max(2**22 // max(one.shape[-1], 1), 1)
     starts = range(0, one.shape[0], step)
-    return all(torch.equal(one.rows(at, at + step), other.rows(at, at + step)) for at in starts)
+    ends = [min(start + step, one.shape[0]) for start in starts]
+    return all(torch.equal(one.rows(*place), other.rows(*place)) for place in zip(starts, ends))
 
 
 def _some(names: Iterable[str], between: str = ", ") -> str:
