@@ -186,16 +186,19 @@ class Window(Rule):
         switch: ``use_sliding_window`` turns it on.
         first: key of the first layer with a window (Qwen2's ``max_window_layers``), where ``layer_types`` is missing.
         every: where nothing names layers: of so many, all but the last have a window; 1: all have.
+        every_keys: keys of another number of them.
     """
 
     def __init__(
-        self, default: int | None = None, *, switch: bool = False, first: str | None = None, every: int = 1
-    ) -> None:
+        self, default: int | None = None, *, switch: bool = False, first: str | None = None, every: int = 1,
+        every_keys: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.default, self.switch, self.first, self.every = default, switch, first, every
+        self.every_keys = every_keys
         self.by_layer = first is not None or every > 1
         keys = {"use_sliding_window": switch, first or "": first is not None, "layer_types": self.by_layer}
         known = [key for key, is_read in keys.items() if is_read]
-        super().__init__(("sliding_window", *known), ("window_size", "window_attn_skip_freq"))
+        super().__init__(("sliding_window", *known, *every_keys), ("window_size", "window_attn_skip_freq"))
 
     def load(self, config: Table) -> dict[str, Any]:
         count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
@@ -204,7 +207,8 @@ class Window(Rule):
         kinds = config.get("layer_types") if self.by_layer else None
         if kinds is None:
             first = get(config, (self.first,), 28) if self.first else 0
-            has = [layer >= first and (self.every == 1 or (layer + 1) % self.every != 0) for layer in range(count)]
+            every = get(config, self.every_keys, self.every) if self.every_keys else self.every
+            has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
         elif isinstance(kinds, list) and len(kinds) == count and set(kinds) <= {SLIDING, FULL}:
             has = [kind == SLIDING for kind in kinds]
         else:

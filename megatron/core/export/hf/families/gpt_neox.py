@@ -13,7 +13,7 @@ FAMILY = Family(
         equal_heads("hidden_size", "num_attention_heads"), tied(False), Choice("hidden_act", GELU, default="gelu"),
         Rope(base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
         Ours({"normalization": "LayerNorm", "add_bias_linear": True}),
-        Theirs({"use_parallel_residual": False, "attention_bias": True}, defaults={"use_parallel_residual": True}),
+        Same("use_parallel_residual", "use_parallel_residual", default=True), Theirs({"attention_bias": True}),
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "hidden_dropout", default=0.0),
         Ignored(("classifier_dropout", "is_decoder")),
