@@ -24,6 +24,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer, apply_checkpoint_args
 from megatron.training.checkpoint.history import check_save_folder
+from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
 from megatron.training.checkpoint.settings import settings_of_weights
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
@@ -72,7 +73,7 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     configure_logging(cfg.logging_level)
     show_crashes()
     try:
-        cfg = validate_args(apply_checkpoint_args(cfg), world_size_from_environment())
+        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), world_size_from_environment())
         if cfg.dry_run:
             if rank_from_environment() == 0:
                 sys.stdout.write(dry_run_report(cfg))
@@ -164,7 +165,10 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
         cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
         architecture=None if described is None else settings_of_weights(described),
     )  # fmt: skip
-    state = checkpointer.load() or TrainState()
+    state = checkpointer.load()
+    if state is None and cfg.load_hf:
+        load_hf_weights(cfg.load_hf, model, optimizer, groups)
+    state = state or TrainState()
     parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     if not cfg.skip_train:

@@ -56,7 +56,7 @@ TRAINING = {
     "report": "core arguments config model_description rules",
     "data": "core config exits",
     "tasks": "core arguments config data hooks initialize model_description",
-    "checkpoint": "core arguments config train_state",
+    "checkpoint": "core arguments config model_description train_state",
     "start": "core config data initialize tasks",
     "evaluate": "core config data initialize observe tasks",
     "components": "core checkpoint evaluate hooks tasks train_state",

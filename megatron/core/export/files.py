@@ -85,17 +85,15 @@ def _entry(path: Path, name: str, entry: Any, origin: int, total: int) -> LazyTe
         return read_part(begin + start * row, begin + stop * row, (stop - start, *shape[1:]))
 
     def read_part(begin: int, end: int, shape: tuple[int, ...]) -> Tensor:
-        if begin == end:
-            return torch.empty(shape, dtype=dtype)
-        data = bytearray(end - begin)
+        values = torch.empty(shape, dtype=dtype)  # not a bytearray, which the system would fill with zeros first
         with open(path, "rb", buffering=0) as file:
             file.seek(origin + begin)
-            view, done = memoryview(data), 0
+            view, done = memoryview(values.view(-1).view(torch.uint8).numpy()), 0  # type: ignore[arg-type]
             while done < len(view):
                 if not (count := file.readinto(view[done:])):
                     raise CheckpointDamagedError(f"{path}: ends early, in tensor {name}")
                 done += count
-        return torch.frombuffer(data, dtype=dtype).view(shape)
+        return values
 
     return LazyTensor(shape, dtype, read, read_rows)
 
@@ -120,7 +118,8 @@ class Target:
 
     Args:
         final: a name that nothing, or an empty folder, has.
-        identity: JSON that says what is converted; what another conversion left behind is removed.
+        identity: JSON that says what is converted: the same conversion, repeated, goes on; what another one left behind
+            is removed. None: nothing of a failed attempt is kept.
 
     Raises:
         CheckpointError: ``final`` exists, or another process is making it.
@@ -142,12 +141,16 @@ class Target:
         except OSError as error:
             raise CheckpointWriteError(f"{self.final}: cannot be made ({error.strerror})") from error
         self.done: dict[str, dict[str, Any]] = {}
-        self._resume(json.loads(json.dumps(identity)))
+        self._identity = json.loads(json.dumps(identity))
+        self._resume(self._identity)
 
     def __enter__(self) -> Target:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and self._identity is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._path.unlink(missing_ok=True)
         self._journal.close()
 
     def _check_final(self) -> None:
@@ -162,9 +165,8 @@ class Target:
         for line in self._journal.read().splitlines():
             with suppress(ValueError):  # the last one of a process that was killed
                 lines.append(json.loads(line))
-        if lines and lines[0] == identity and self.folder.is_dir():
-            kept = {name: entry for name, entry in lines[1:] if self._matches(name, entry)}
-            self.done = kept
+        if identity is not None and lines and lines[0] == identity and self.folder.is_dir():
+            self.done = {name: entry for name, entry in lines[1:] if self._matches(name, entry)}
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(exist_ok=True)

@@ -140,12 +140,11 @@ def save_safetensors(interchange: Interchange, target: Target, *, max_file_bytes
 class InterchangeReader:
     """Reads rectangles out of the tensors of an :class:`Interchange`, as ``CheckpointReader`` does out of a checkpoint.
 
-    One whole tensor at a time is in memory; rectangles of the same tensor one after another read it once.
+    Of one tensor at a time the rows of a rectangle are in memory.
     """
 
     def __init__(self, interchange: Interchange, directory: str | os.PathLike) -> None:
         self.tensors, self.directory = interchange.tensors, Path(directory)
-        self._last: tuple[str, torch.Tensor] | None = None
 
     @property
     def names(self) -> list[str]:
@@ -159,7 +158,10 @@ class InterchangeReader:
     @torch.no_grad()
     def read_into(self, tensor: ShardedTensor) -> None:
         """Fill ``tensor.local``."""
-        if self._last is None or self._last[0] != tensor.name:
-            self._last = (tensor.name, self.tensors[tensor.name].read())
-        local = tensor.local.detach()
-        local.copy_(Rectangle(tensor.offsets, tuple(local.shape)).of(self._last[1]))
+        local, lengths = tensor.local.detach(), tuple(tensor.local.shape)
+        if not local.ndim:
+            local.copy_(self.tensors[tensor.name].read())
+        elif local.numel():
+            first = tensor.offsets[0]
+            rows = self.tensors[tensor.name].rows(first, first + lengths[0])
+            local.copy_(Rectangle((0, *tensor.offsets[1:]), lengths).of(rows))

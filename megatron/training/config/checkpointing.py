@@ -47,6 +47,14 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = None
     """Directory of weights to start from when --load holds no checkpoint yet."""
 
+    load_hf: str | None = None
+    """Hugging Face folder (config.json, safetensors) to start from when --load holds no checkpoint yet: its settings
+    are the model's, its weights are loaded on any layout."""
+
+    save_hf_interval: PositiveInt | None = None
+    """Write every checkpoint of so many iterations to <save>/hf in Hugging Face's format too; a multiple of
+    --save-interval."""
+
     ckpt_step: NonNegativeInt | None = None
     """Iteration to load instead of the latest one."""
 

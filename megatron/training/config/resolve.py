@@ -86,7 +86,7 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
     """Settings of what is not asked for: scripts vary one flag and leave those around it."""
     values: dict[str, Any] = {}
     if not cfg.save:
-        values.update(save_interval=None, save_retain_interval=None, async_save=False)
+        values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
     if cfg.recompute_granularity != "full":
         values["recompute_num_layers"] = None
     if cfg.use_torch_fsdp2:

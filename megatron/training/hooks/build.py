@@ -50,6 +50,10 @@ def build_hooks(cfg: PretrainConfig, run: RunInfo, timers: Timers) -> list[Hook]
         if cfg.save is None:
             raise UserError("--log-progress writes <save>/progress.txt: give --save too")
         hooks.append(only_for("--log-progress", ProgressHook(cfg.save, cfg.seq_length or 0)))
+    if cfg.save and cfg.save_hf_interval and run.rank == 0:
+        from megatron.training.hooks.hugging_face import HuggingFaceHook
+
+        hooks.append(HuggingFaceHook(cfg.save, cfg.save_hf_interval))
     return hooks + profilers(cfg, run)
 
 

@@ -56,7 +56,7 @@ def preflight(cfg: PretrainConfig) -> bool:
     Raises:
         ConfigError: with every contradiction.
     """
-    if cfg.use_checkpoint_args:
+    if cfg.use_checkpoint_args or cfg.load_hf:
         return False  # the checkpoint's settings are not known yet
     resolved = validate_args(cfg, launched_world_size() or 1, announce=cfg.dry_run)
     if cfg.dry_run and is_first_rank():

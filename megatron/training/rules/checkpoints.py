@@ -6,7 +6,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
 
 PATHS = (
-    "save", "load", "pretrained_checkpoint", "data_path", "train_data_path", "valid_data_path",
+    "save", "load", "pretrained_checkpoint", "load_hf", "data_path", "train_data_path", "valid_data_path",
     "test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path", "vocab_file", "merge_file",
     "tokenizer_model", "tensorboard_dir", "wandb_save_dir", "memory_snapshot_path", "nccl_communicator_config_path",
     "yaml_cfg",
@@ -28,3 +28,21 @@ def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "start_over", "needs --save DIRECTORY")
     if cfg.start_over and cfg.save and cfg.load == cfg.save and not cfg.finetune:
         yield problem(cfg, "start_over", f"contradicts --load {cfg.load}, which continues from there", "leave one out")
+
+
+def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
+    if cfg.load_hf is None:
+        return
+    if cfg.pretrained_checkpoint:
+        yield problem(cfg, "load_hf", "contradicts --pretrained-checkpoint", "leave one of them out")
+    if cfg.use_checkpoint_args:
+        yield problem(cfg, "load_hf", "contradicts --use-checkpoint-args", "settings come from its config.json")
+    if cfg.spec:
+        yield problem(cfg, "load_hf", "contradicts --spec", "its config.json says what the layers are")
+
+
+def exports_follow_saves(cfg: PretrainConfig) -> Problems:
+    if cfg.save_hf_interval is None or not cfg.save:
+        return
+    if cfg.save_interval is None or cfg.save_hf_interval % cfg.save_interval:
+        yield problem(cfg, "save_hf_interval", "is not a multiple of --save-interval", "it converts checkpoints")

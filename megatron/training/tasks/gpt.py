@@ -67,10 +67,10 @@ class GPTTask(Task):
 
     @property
     def vocab_size(self) -> int:
-        """The true size: padding is the model's own business and never trained."""
+        """The true size, the tokenizer's or a larger --vocab-size; padding is the model's own business."""
         if self.tokenizer is None:
             raise UserError("--tokenizer-type: is required; for token ids without text NullTokenizer with --vocab-size")
-        return self.tokenizer.vocab_size
+        return max(self.tokenizer.vocab_size, self.cfg.vocab_size or 0)
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
         """GPT data sets (blended, split) from the data flags."""
@@ -81,7 +81,7 @@ class GPTTask(Task):
             reset_position_ids=cfg.reset_position_ids,
             reset_attention_mask=cfg.reset_attention_mask,
             eod_mask_loss=cfg.eod_mask_loss,
-            vocab_size=self.vocab_size,
+            vocab_size=self.tokenizer.vocab_size,
         )
         check_tokenizer_of_data(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())

@@ -18,6 +18,10 @@ from tests.test_utils.flag_effects.training import iterations
 LOAD = "--load {checkpoint} --train-iters 3"
 SAVE = "--save {out}"
 ARCHITECTURE = "--num-layers --hidden-size --num-attention-heads --max-position-embeddings"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    " --untie-embeddings-and-output-weights"
+)
 TENSORBOARD = "--tensorboard-dir {out}"
 POINTS = ("torch.utils.tensorboard.writer:SummaryWriter.add_scalar",)
 TWO_CHECKPOINTS = f"{SAVE} --save-interval 1 --train-iters 3"
@@ -172,6 +176,10 @@ CHECKPOINTS = [
     row("--ckpt-step 1", iterations(2, 3), changes("initial"), base=LOAD),
     row("--finetune", iterations(1, 2, 3), fresh_moments, keeps("initial"), base=LOAD),
     row("--pretrained-checkpoint {checkpoint}", iterations(1, 2), changes("initial")),
+    row("--load-hf {hf}", accepts, gives(modules("TransformerLayer"), 2), says("loaded 22688 parameters"),
+        without=ARCHITECTURE),
+    row("--save-hf-interval 2", says("iter_0000002 in Hugging Face's format"),
+        base=f"{SAVE} --save-interval 1 {LLAMA}"),
     row("--no-load-optim", iterations(3), fresh_moments, keeps("initial"), base=LOAD),
     row("--no-load-rng", gives(lambda run: run.called["set_rng_state"], 0), base=LOAD,
         count=("megatron.training.checkpoint.checkpointer:set_rng_state",)),

@@ -7,7 +7,8 @@ import shutil
 from tests.test_utils.flag_effects import tokenizers
 from tests.test_utils.flag_effects.observe import MODEL
 from tests.test_utils.flag_effects.rows import Row
-from tests.test_utils.gpt_runs import write_dataset
+from tests.test_utils.gpt_runs import VOCAB_SIZE, write_dataset
+from tests.test_utils.hf_folders import tiny_llama
 
 
 def write(folder):
@@ -23,6 +24,7 @@ def write(folder):
     for name, text in texts.items():
         (folder / name).write_text(text)
         places[name.partition(".")[0]] = folder / name
+    places["hf"] = tiny_llama(folder / "hf", VOCAB_SIZE)
     (folder / "tokenizers").mkdir()
     return places | tokenizers.write(folder / "tokenizers")
 

@@ -63,7 +63,8 @@ def observe(rank, world_size, argv, out, count=(), pretend=None):
 def _checkpoints(folder):
     from megatron.core.dist_checkpointing.reader import CheckpointReader
 
-    return {int(path.name[5:]): set(CheckpointReader(str(path)).names) for path in sorted(folder.rglob("iter_*"))}
+    found = [path.parent for path in sorted(folder.rglob("iter_*/metadata.json"))]
+    return {int(path.name[5:]): set(CheckpointReader(str(path)).names) for path in found}
 
 
 def _lines(folder, name):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from megatron.core.export.files import Target
     from megatron.core.export.interchange import Interchange
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -48,22 +49,22 @@ def load_hf(folder: str | os.PathLike) -> Interchange:
 
 
 def save_hf(
-    model: Interchange, folder: str | os.PathLike, *, dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None, source: Any = None,
+    model: Interchange, folder: str | os.PathLike | Target, *, dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES, family: str | None = None,
 ) -> None:  # fmt: skip
-    """Write ``model`` as the new folder ``folder``; it appears complete or not at all.
+    """Write ``model`` as the new folder ``folder``; it appears complete or not at all. A ``Target`` is filled, where an
+    earlier attempt at it ended, and left for the caller to publish.
 
     Args:
         dtype: of the weights; None: as they are.
         max_shard_bytes: of one file; a larger tensor has a file of its own.
         family: the ``model_type`` to write; None: that of the folder where the model came from, if its settings are
             still such a model's, else the first whose they are.
-        source: JSON that says what ``model`` was read from: the same conversion, started again, goes on where it ended.
-            None: it begins anew.
 
     Raises:
         UserError: the folder exists or cannot be written; no family has such a model; a tensor is missing or left over.
     """
     from megatron.core.export.hf.writer import save
 
-    save(model, Path(folder), dtype, max_shard_bytes=max_shard_bytes, family=family, source=source)
+    where = Path(folder) if isinstance(folder, str | os.PathLike) else folder
+    save(model, where, dtype, max_shard_bytes=max_shard_bytes, family=family)

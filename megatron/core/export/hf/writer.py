@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ _LISTED = 20
 
 
 def save(
-    model: Interchange, folder: Path, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None,
-    source: Any,
+    model: Interchange, folder: Path | Target, dtype: torch.dtype | None, *, max_shard_bytes: int, family: str | None
 ) -> None:  # fmt: skip
     """See :func:`megatron.core.export.hf.save_hf`."""
     if EMBEDDING not in model.tensors:
@@ -45,20 +44,22 @@ def save(
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
     config = chosen.save_settings(settings) | {"torch_dtype": max(set(kinds), key=kinds.count)}
     config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}
-    identity = [source or uuid.uuid4().hex, config, max_shard_bytes]
-    try:
-        with Target(folder, identity) as target:
+    with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
+        try:
             _write_weights(target, tensors, max_shard_bytes)
             _write_json(target.folder / CONFIG, config)
             ids = {name: config[name] for name in TOKENS if name in config}
-            _write_json(target.folder / GENERATION, {"_from_model_config": True, **ids})
+            if f"hf/{GENERATION}" not in model.assets:
+                _write_json(target.folder / GENERATION, {"_from_model_config": True, **ids})
             for name, path in model.assets.items():
                 if (place := name.partition("/")[2]) != CONFIG:
-                    (target.folder / place).unlink(missing_ok=True)
                     copy_asset(path, target.folder / place)
-            target.publish()
-    except OSError as error:
-        raise CheckpointWriteError(f"{folder}: cannot be written ({error.strerror})") from error
+            if target is not folder:
+                target.publish()
+        except OSError as error:
+            if target is folder:
+                raise
+            raise CheckpointWriteError(f"{target.final}: cannot be written ({error.strerror})") from error
 
 
 def _stored(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTensor:

@@ -1,0 +1,176 @@
+"""Weights of other formats in a run: their settings as defaults, their tensors against the model's description.
+
+Nothing here builds a model; the description says which tensors there must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from megatron.core.config import cli
+from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.mla import LatentAttentionConfig
+from megatron.core.config.model_parallel_config import PrecisionConfig
+from megatron.core.config.moe import MoEConfig
+from megatron.core.config.mtp import MTPConfig
+from megatron.core.config.network import NetworkSizeConfig
+from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.reader import load_from
+from megatron.core.distributed import unwrapped
+from megatron.core.export.hf import load_hf, load_hf_settings
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.native import InterchangeReader
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
+from megatron.training.arguments import flag_specs
+from megatron.training.checkpoint.settings import ARCHITECTURE, LAYOUT, SIZES
+from megatron.training.config.network import ModelConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.model_description import describe_run
+
+logger = logging.getLogger(__name__)
+
+GROUPS = (
+    NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig, PrecisionConfig, ModelConfig,
+    TokenizerConfig,
+)  # fmt: skip
+COMPUTATION = {
+    "transformer_impl", "attention_backend", "flash_attention_version", "moe_token_dispatcher_type", "moe_fusion",
+    "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "deterministic_mode", "encoder_num_layers",
+}  # fmt: skip
+MODEL = {"seq_length", *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
+    *LAYOUT, *COMPUTATION,
+}  # fmt: skip
+"""Settings of a model, without those of how and where it is computed."""
+FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "max_position_embeddings"}
+"""Of these, the ones in which a command line may not contradict weights."""
+WORDS = "model.embedding.word_embeddings.weight"
+OUTPUT = "model.output_layer.weight"
+_LISTED = 20
+
+
+def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> PretrainConfig:
+    """``cfg`` (parsed, not yet resolved) with the model's ``settings`` wherever the command line says nothing.
+
+    Raises:
+        CheckpointError: the command line contradicts them; both values are named.
+    """
+    flags = {spec.field: spec.names[0] for spec in flag_specs()}
+    plain = json.loads(json.dumps({name: settings[name] for name in MODEL & flags.keys() & settings.keys()}))
+    values, problems = cli.read_mapping(flag_specs(), plain)
+    if problems:
+        raise CheckpointDamagedError(f"{where}: settings that cannot be read: {'; '.join(map(str, problems))}")
+    given = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
+    if wrong := [name for name in given if name in FIXED]:
+        listed = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
+        raise CheckpointError(f"{where} is another model than these flags describe: {listed}; leave these flags out")
+    return dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
+
+
+def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the model that resolved settings describe."""
+    model = describe_run(cfg, vocab_size)
+    if model.unknown:
+        raise CheckpointError(f"--spec: {', '.join(model.unknown)} has no describe(config, place) to check weights by")
+    found = {f"model.{param.name}": tuple(param.shape) for param in model.params() if not param.tied_to}
+    if cfg.moe_router_enable_expert_bias:
+        routers = [name.removesuffix("weight") for name in found if name.endswith(".router.weight")]
+        found |= {f"{router}expert_bias": (int(cfg.num_moe_experts or 0),) for router in routers}
+    return found
+
+
+def check_tensors(
+    tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]], where: str | os.PathLike
+) -> None:
+    """Refuse tensors that are not exactly those of a model: all names and shapes, the optimizer's state too.
+
+    Raises:
+        CheckpointError: every difference, with the name and what was expected.
+    """
+    problems = list(_differences(tensors, expected))
+    kinds = dict.fromkeys(name.split(".")[1] for name in tensors if name.startswith("optimizer."))
+    for prefix in (f"optimizer.{kind}." for kind in kinds):
+        state = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        trained = {name: shape for name, shape in expected.items() if not name.endswith(".expert_bias")}
+        problems += _differences(state, {prefix + name[len("model.") :]: shape for name, shape in trained.items()})
+    known = ("model.", "optimizer.")
+    problems += [f"{name} is no name of a model's tensor" for name in tensors if not name.startswith(known)]
+    if problems:
+        listed = "; ".join(problems[:_LISTED]) + ("; …" if len(problems) > _LISTED else "")
+        raise CheckpointError(
+            f"{where} does not fit the model that its settings and the flags describe ({len(problems)} problems):"
+            f" {listed}{_hint(tensors, expected)}"
+        )
+
+
+def _differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Of names with the first component of the expected ones."""
+    stem = next(iter(expected)).split(".")[:1]
+    found = {name: tensor for name, tensor in tensors.items() if name.split(".")[:1] == stem}
+    problems = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in found]
+    for name, tensor in found.items():
+        if name not in expected and (stem == ["model"] or not name.startswith("model.")):
+            problems.append(f"{name} {list(tensor.shape)} is not expected")
+        elif name in expected and tuple(tensor.shape) != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
+        elif not tensor.dtype.is_floating_point:
+            problems.append(f"{name} holds {tensor.dtype}, expected floating point")
+    return problems
+
+
+def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> str:
+    """What the user most likely has to change."""
+    if OUTPUT in expected and OUTPUT not in tensors and WORDS in tensors:
+        return ". Its output layer is tied to the embedding: leave out --untie-embeddings-and-output-weights"
+    if OUTPUT in tensors and OUTPUT not in expected:
+        return ". It has an output layer of its own: add --untie-embeddings-and-output-weights"
+    if WORDS in tensors and WORDS in expected and tensors[WORDS].shape[0] != expected[WORDS][0]:
+        return f". Its vocabulary has {tensors[WORDS].shape[0]} entries: --vocab-size, or another tokenizer"
+    return ""
+
+
+def vocabulary_of(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) -> int:
+    """Rows of the word embedding."""
+    if WORDS not in tensors or len(tensors[WORDS].shape) != 2:
+        shape = list(tensors[WORDS].shape) if WORDS in tensors else "missing"
+        raise CheckpointError(f"{where}: {WORDS} is {shape}, expected [vocabulary, hidden size]")
+    return tensors[WORDS].shape[0]
+
+
+def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
+    """``cfg`` (not yet resolved) with the settings of --load-hf; unchanged without that flag."""
+    if cfg.load_hf is None:
+        return cfg
+    return with_settings(cfg, load_hf_settings(cfg.load_hf), f"--load-hf {cfg.load_hf}")
+
+
+def load_hf_weights(
+    folder: str, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, groups: ProcessGroups
+) -> None:
+    """Fill this rank's part of the model from a Hugging Face folder, one tensor at a time; the optimizer starts afresh.
+
+    Collective. Raises ``CheckpointError`` on all ranks where names or shapes differ.
+    """
+    interchange: Interchange = load_hf(folder)
+    logger.info(" loading weights from the Hugging Face folder %s", folder)
+    wanted: dict[str, ShardedTensor] = {}
+    for chunk in chunks:
+        wanted |= module_tensors(unwrapped(chunk), prefix="model.", groups=groups)
+    load_from(InterchangeReader(interchange, folder), wanted, group=groups.world)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+    for note in interchange.notes if groups.world.is_first else ():
+        logger.warning("--load-hf: %s", note)
+    elements = sum(math.prod(tensor.shape) for tensor in interchange.tensors.values())
+    logger.info("  successfully loaded %d parameters from %s", elements, folder)

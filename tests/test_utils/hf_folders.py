@@ -1,0 +1,39 @@
+"""Folders in Hugging Face's format, made without ``transformers``."""
+
+from pathlib import Path
+
+import torch
+
+LLAMA = [
+    "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--ffn-hidden-size", "64",
+    "--group-query-attention", "--num-query-groups", "2", "--max-position-embeddings", "64", "--swiglu",
+    "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "rope",
+    "--untie-embeddings-and-output-weights",
+]  # fmt: skip
+"""The flags of the model that :func:`tiny_llama` writes."""
+
+
+def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.float32):
+    """Random weights of the model that flags describe, and its settings."""
+    from megatron.core.export.interchange import Interchange
+    from megatron.core.sharding.lazy_tensor import LazyTensor
+    from megatron.training.arguments import config_to_dict, parse_args, validate_args
+    from megatron.training.checkpoint.other_formats import MODEL, expected_tensors
+
+    rest = ["--micro-batch-size", "1", "--skip-train", "--eval-iters", "0", "--seq-length", "32"]
+    cfg = validate_args(parse_args([*rest, *argv], needs_data=False), 1)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name: LazyTensor.of((torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)).to(dtype))
+        for name, shape in expected_tensors(cfg, vocab_size).items()
+    }
+    settings = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
+    return Interchange(settings | {"vocab_size": vocab_size}, tensors)
+
+
+def tiny_llama(folder: Path, vocab_size: int = 64, dtype: torch.dtype = torch.float32) -> Path:
+    """``folder``, with a random LLaMA of the flags ``LLAMA``."""
+    from megatron.core.export.hf import save_hf
+
+    save_hf(random_model(LLAMA, vocab_size, dtype), folder)
+    return folder

@@ -1,0 +1,207 @@
+"""Checkpoints from one format into another, without a GPU, a model or a network.
+
+    python tools/checkpoint/convert.py --loader hf --saver native --load-dir LLAMA --save-dir OUT
+    python pretrain_gpt.py --load OUT --use-checkpoint-args --finetune …
+
+Loaders: hf, megatron_torch, megatron_torch_dist, native, safetensors; savers: the same without megatron_torch. Tensors
+pass through memory one at a time. The target appears, complete, under its name with one rename; a conversion that
+was interrupted goes on when the command is repeated. All names and shapes are checked before anything is copied. What a
+format does not know (safetensors: everything, unless there is a settings.json) is given as flags of pretrain_gpt.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# tools/checkpoint holds an inspect.py: the standard library's must not be found there
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import argparse  # noqa: E402
+import dataclasses  # noqa: E402
+import errno  # noqa: E402
+import json  # noqa: E402
+import shutil  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
+from typing import Any  # noqa: E402
+
+from megatron.core.dist_checkpointing.errors import CheckpointError  # noqa: E402
+from megatron.core.export.files import Target  # noqa: E402
+from megatron.core.export.hf import save_hf  # noqa: E402
+from megatron.core.export.interchange import Interchange  # noqa: E402
+from megatron.core.export.megatron_lm import save_megatron_torch_dist  # noqa: E402
+from megatron.core.export.native import save_native, save_safetensors  # noqa: E402
+from megatron.core.sharding.lazy_tensor import LazyTensor  # noqa: E402
+from megatron.training.arguments import config_to_dict, parse_args, validate_args  # noqa: E402
+from megatron.training.checkpoint.files import TRACKER  # noqa: E402
+from megatron.training.checkpoint.other_formats import (  # noqa: E402
+    MODEL,
+    check_tensors,
+    expected_tensors,
+    vocabulary_of,
+    with_settings,
+)
+from megatron.training.checkpoint.schema import malformed  # noqa: E402
+from megatron.training.checkpoint.settings import software_versions  # noqa: E402
+from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
+from tools.checkpoint import formats  # noqa: E402
+from tools.checkpoint.formats import say  # noqa: E402
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",
+          "--max-queue-size", "--megatron-path", "--loader-transformer-impl", "--saver-transformer-impl",
+          "--checkpoint-type", "--model-size")  # fmt: skip
+"""Flags of Megatron-LM's tool that have nothing left to say."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The flags of this tool; all others are those of the model."""
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    formats.add_source(made)
+    made.add_argument("--saver", required=True, choices=(*formats.SAVERS, *formats.SAVER_ALIASES), metavar="FORMAT",
+                      help=f"format of what is written: {', '.join(formats.SAVERS)}")  # fmt: skip
+    made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
+    made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to make")
+    made.add_argument("--model-type", default="GPT", choices=("GPT",), help="kind of model")
+    made.add_argument("--dtype", choices=DTYPES, help="convert weights to this kind of number; default: as they are")
+    made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="bound on a file's size")
+    made.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
+    made.add_argument("--check-logits", action="store_true", help="compare them however large the model is")
+    made.add_argument("--true-vocab-size", type=int, metavar="N", help="the same as --vocab-size")
+    for name in LAYOUT:
+        made.add_argument(name, help="accepted for scripts, without effect: any layout loads the result")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Command line."""
+    args, flags = parser().parse_known_args([each for each in argv if each != "--"])
+    if args.true_vocab_size is not None:
+        flags += ["--vocab-size", str(args.true_vocab_size)]
+    for name in LAYOUT:
+        if getattr(args, name[2:].replace("-", "_")) is not None:
+            say(f"{name}: without effect, any layout loads the result")
+    saver = formats.SAVER_ALIASES.get(args.saver, args.saver)
+    loader, source = formats.open_checkpoint(args.load_dir, args.loader, args.ckpt_step)
+    cfg = completed(source, flags, loader, args.load_dir)
+    if args.no_optimizer or "train_state" not in source.objects or saver == "hf":
+        source.tensors = {name: each for name, each in source.tensors.items() if not name.startswith("optimizer.")}
+        source.objects = {}
+    source.tensors = {name: cast(name, each, args.dtype) for name, each in source.tensors.items()}
+    size = formats.total_bytes(source.tensors)
+    say(f"{args.load_dir}: format {loader}, {len(source.tensors)} tensors, {size / 1e9:.3f} GB, as the settings say")
+    for note in source.notes:
+        say(f"note: {note}")
+    identity = {"load": formats.stamp(args.load_dir), "saver": saver, "dtype": args.dtype, "flags": flags,
+                "step": args.ckpt_step, "optimizer": not args.no_optimizer, "shard": args.max_shard_size}  # fmt: skip
+    with Target(args.save_dir, identity) as target:
+        write(source, cfg, saver, target, size, int(args.max_shard_size * 1e9))
+    say(f"{args.save_dir}: complete, format {saver}")
+    if saver == "native":
+        say(how_to_load(args.save_dir, source))
+    if "hf" in (loader, saver) and not args.no_checking:
+        from tools.checkpoint.compare_logits import compare_with_transformers
+
+        folder = args.load_dir if loader == "hf" else args.save_dir
+        written = formats.open_checkpoint(args.save_dir, saver)[1] if loader == "hf" else source
+        return compare_with_transformers(folder, written, cfg, always=args.check_logits)
+    return 0
+
+
+def completed(source: Interchange, flags: list[str], loader: str, where: str) -> PretrainConfig:
+    """The model's settings, read and checked as those of a command line; puts them in ``source`` too.
+
+    Raises:
+        CheckpointError: they contradict the flags, or the tensors do not fit them.
+    """
+    tensors = source.tensors
+    rows = vocabulary_of(tensors, where)
+    if loader == "native" or source.settings.get("vocab_size") is None:  # a tokenizer may know better than the flag
+        source.settings["vocab_size"] = rows
+    given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
+    cfg = with_settings(parse_args(flags, args_defaults=given, needs_data=False), source.settings, where)
+    longest = cfg.max_position_embeddings or cfg.seq_length
+    cfg = dataclasses.replace(
+        cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest,
+        tokenizer_type=cfg.tokenizer_type or "NullTokenizer",
+    )  # fmt: skip
+    cfg = validate_args(cfg, 1, announce=False)
+    check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
+    model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
+    source.settings = {**source.settings, **model}
+    return cfg
+
+
+def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
+    """Weights in another kind of number; the optimizer's state as it is."""
+    import torch
+
+    if dtype is None or not name.startswith("model."):
+        return tensor
+    kind = getattr(torch, DTYPES[dtype])
+    return LazyTensor(tensor.shape, kind, lambda: tensor.read().to(kind))
+
+
+def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, size: int, max_bytes: int) -> None:
+    """The tensors, in the format ``saver``, under the target's name.
+
+    Raises:
+        CheckpointError: no space; what is complete so far is kept for the next attempt.
+    """
+    kept = sum(entry["bytes"] for entry in target.done.values())
+    free = shutil.disk_usage(target.folder).free
+    if size - kept > free:
+        raise CheckpointError(f"{target.final}: needs {(size - kept) / 1e9:.2f} GB, {free / 1e9:.2f} GB are free there")
+    progress = formats.Progress("converted", size)
+    progress.skip(kept)
+    watched = dataclasses.replace(source, tensors=progress.watch(source.tensors))
+    try:
+        if saver == "native":
+            write_native(watched, target, max_bytes)
+        elif saver == "safetensors":
+            save_safetensors(watched, target, max_file_bytes=max_bytes)
+        elif saver == "hf":
+            save_hf(watched, target, max_shard_bytes=max_bytes)
+        else:
+            save_megatron_torch_dist(watched, target.folder)
+        target.publish()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise CheckpointError(
+                f"{target.final}: no space ({error.strerror}). Nothing appears under that name; {target.folder} keeps"
+                " what is complete: make room and repeat the command, or delete it"
+            ) from error
+        raise
+    progress.finish()
+
+
+def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
+    """One checkpoint with its tracker: ``iter_…`` where there is training state, else ``release``."""
+    objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
+    settings = source.settings
+    release = "train_state" not in objects
+    name = "release" if release else f"iter_{objects['iteration']:07d}"
+    if any(asset.startswith("tokenizer/") for asset in source.assets) and settings.get("tokenizer_model"):
+        settings = {**settings, "tokenizer_model": str(target.final / name / "tokenizer")}
+    run = [each for each in settings if each not in MODEL]
+    objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
+    objects["args"] = json.loads(json.dumps(objects["args"], default=str))
+    if wrong := malformed(objects, release=release):
+        raise CheckpointError(f"cannot be continued from: {'; '.join(wrong)}; --no-optimizer takes the weights alone")
+    save_native(source, target, name, objects, max_file_bytes=max_bytes)
+    tracker = "release" if release else str(objects["iteration"])
+    (target.folder / TRACKER).write_text(tracker)
+
+
+def how_to_load(folder: str, source: Interchange) -> str:
+    """What to type next."""
+    if "train_state" in source.objects:
+        return f"go on training with: --load {folder} --use-checkpoint-args --no-load-rng, and the run's own flags"
+    return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and a --save of your own"
+
+
+if __name__ == "__main__":
+    sys.exit(formats.program(main))
