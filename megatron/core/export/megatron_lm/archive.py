@@ -25,7 +25,7 @@ class _Stretch(io.RawIOBase):
     """``length`` bytes of a file from ``start`` as a file of their own."""
 
     def __init__(self, path: Path, start: int, length: int) -> None:
-        self._file = open(path, "rb", buffering=0)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # lasts as long as this object
         self.start, self.length, self.at = start, length, 0
         if start + length > os.fstat(self._file.fileno()).st_size:
             self._file.close()

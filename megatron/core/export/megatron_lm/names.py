@@ -1,9 +1,9 @@
 """One table of names, splits and settings between Megatron-LM's checkpoints and ours, from which both readers and the
 writer derive.
 
-Both programs lay out a layer's weights alike: query, key and value interleaved by query group, the gate before the value.
-What differs: we keep such a matrix as [groups, …, hidden] and [2, width, hidden], experts as one tensor, norms under their
-own names, and no padding of the vocabulary.
+Both programs lay out a layer's weights alike: query, key and value interleaved by query group, the gate before the
+value. What differs: we keep such a matrix as [groups, …, hidden] and [2, width, hidden], experts as one tensor, norms
+under their own names, and no padding of the vocabulary.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ LAYER_ROWS = [
     *_norm("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm_"), *_norm("pre_mlp_layernorm"),
     *_norm(f"{_ATTENTION}q_layernorm"), *_norm(f"{_ATTENTION}k_layernorm"),
     *_norm(f"{_ATTENTION}q_layernorm", f"{_ATTENTION}linear_q_up_proj.layer_norm_"),
-    *_norm(f"{_ATTENTION}kv_layernorm", f"{_ATTENTION}linear_kv_up_proj.layer_norm_"), *_norm(f"{_ATTENTION}kv_layernorm"),
+    *_norm(f"{_ATTENTION}kv_layernorm", f"{_ATTENTION}linear_kv_up_proj.layer_norm_"),
+    *_norm(f"{_ATTENTION}kv_layernorm"),
     Row(f"{_ATTENTION}core_attention.softmax_offset", dim=0),
-    *(row for name in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj") for row in _linear(_ATTENTION + name, 0)),
+    *(Row(f"{_ATTENTION}{name}.weight", dim=0) for name in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")),
     *(Row(f"{_ATTENTION}{name}.weight") for name in ("linear_q_down_proj", "linear_kv_down_proj")),
     *_linear("mlp.linear_fc1", 0, "gate"), *_linear("mlp.linear_fc2", 1),
     *_linear("mlp.experts.linear_fc1", 0, "gate", "mlp.experts.experts.linear_fc1", True),
@@ -79,8 +80,8 @@ _MODEL = {row.ours: row for row in MODEL_ROWS}
 _PREDICTION = {row.ours: row for row in _PREDICTION_ROWS}
 
 _OLD_NAMES = [
-    (r"^module\.", ""), (r"^language_model\.encoder\.layers\.", "decoder.layers."), (r"^encoder\.layers\.", "decoder.layers."),
-    (r"^language_model\.(?:encoder|decoder)\.", "decoder."), (r"^language_model\.", ""), (r"\.final_norm\.", ".final_layernorm."),
+    (r"^module\.", ""), (r"^language_model\.(?:(?:encoder|transformer|decoder)\.)", "decoder."),
+    (r"^language_model\.", ""), (r"\.final_norm\.", ".final_layernorm."),
     (r"^decoder\.(layers\.\d+)\.attention\.", r"decoder.\1.self_attention."), (r"\.query_key_value\.", ".linear_qkv."),
     (r"\.self_attention\.dense\.", ".self_attention.linear_proj."), (r"\.dense_h_to_4h\.", ".linear_fc1."),
     (r"\.dense_4h_to_h\.", ".linear_fc2."), (r"\.input_norm\.", ".input_layernorm."),
@@ -90,7 +91,7 @@ _OLD_NAMES = [
 ]  # fmt: skip
 """Of versions before Megatron Core, of DistributedDataParallel, of experts one by one (``weight7``)."""
 
-_NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_tokens_per_expert|word_embeddings_for_head|ema\.")
+_NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_tokens_per_expert|word_embeddings_for_head")
 
 
 @dataclass(frozen=True)
@@ -168,18 +169,19 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
 # ---- settings
 
 Translate = Callable[[Any], Any]
-_RENAMED: dict[str, str] = {"num_experts": "num_moe_experts", "apply_layernorm_1p": "apply_layernorm_1p"}
+_RENAMED = {"num_experts": "num_moe_experts"}
 _NOT_TAKEN = {
-    "load", "save", "world_size", "rank", "local_rank", "data_parallel_size", "params_dtype", "iteration", "padded_vocab_size",
+    "load", "save", "world_size", "rank", "local_rank", "data_parallel_size", "params_dtype", "iteration",
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "ckpt_step", "pretrained_checkpoint",
-    "transformer_impl", "use_checkpoint_args", "finetune", "no_load_optim", "no_load_rng", "spec", "exit_on_missing_checkpoint",
+    "transformer_impl", "use_checkpoint_args", "finetune", "no_load_optim", "no_load_rng", "spec", "padded_vocab_size",
+    "exit_on_missing_checkpoint",
 }  # fmt: skip
 """Of the run, not of the model or its training."""
 
 
 def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Our settings by the names of theirs: plain values alone. ``tensors``: their names and global shapes, from which the
-    size of the padded vocabulary follows where the arguments do not say it.
+    """Our settings by the names of theirs: plain values alone. ``tensors``: their names and global shapes, from which
+    the size of the padded vocabulary follows where the arguments do not say it.
 
     ``vocab_size`` is the true one where the arguments hold it, else the padded one.
     """

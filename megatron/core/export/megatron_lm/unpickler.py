@@ -1,9 +1,10 @@
 """An unpickler that builds tensors and plain data and calls nothing that a file names.
 
-Numbers, text, lists, dictionaries and a short table of constructors written here are all that exists. A class of another
-program (an enum of Megatron-LM's arguments, a record of torch.distributed.checkpoint) becomes an inert :class:`Record`; what
-the standard library, numpy and torch define beyond the table is refused by name. pickle's own machine is the pure Python one:
-every step that calls or sets something is replaced here, and a crafted file cannot make it allocate more than it holds.
+Numbers, text, lists, dictionaries and a short table of constructors written here are all that exists. A class of
+another program (an enum of Megatron-LM's arguments, a record of torch.distributed.checkpoint) becomes an inert
+:class:`Record`; what the standard library, numpy and torch define beyond the table is refused by name. pickle's machine
+is the one in pure Python: every step that calls or sets something is replaced here, and a crafted file cannot make it
+allocate more than it holds.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _array(_kind: Any, _shape: Any, _code: Any) -> Record:
 
 def _scalar(kind: Any, data: Any) -> Any:
     code = kind.args[0] if isinstance(kind, Record) and kind.args else ""
-    if not isinstance(code, str) or code not in ("f4", "f8", "i4", "i8", "b1", "u4", "u8") or not isinstance(data, bytes):
+    if code not in ("f4", "f8", "i4", "i8", "b1", "u4", "u8") or not isinstance(data, bytes):
         raise CheckpointDamagedError("a number of numpy of an unknown type")
     return np.frombuffer(data, dtype=code, count=1)[0].item()
 
@@ -111,14 +112,15 @@ _BUILT: dict[str, Callable[..., Any]] = {
 """What a pickle may have built, by the functions here. ``dict`` and ``tuple`` stand for their relatives."""
 
 _INERT = (
-    "argparse.Namespace", "torch.device", "torch.serialization._get_layout", "numpy.ndarray", "numpy.dtype", "torch.Tensor",
+    "argparse.Namespace", "torch.device", "torch.serialization._get_layout", "numpy.ndarray", "numpy.dtype",
     "pathlib.PosixPath", "pathlib.PurePosixPath", "datetime.timedelta", "types.SimpleNamespace", "signal.Signals",
-    "torch.nn.parameter.Parameter", "torch.torch_version.TorchVersion",
+    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.torch_version.TorchVersion",
 )  # fmt: skip
 _STORAGES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16, "IntStorage": torch.int32,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "ShortStorage": torch.int16, "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8, "BoolStorage": torch.bool, "UntypedStorage": torch.uint8,
+    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
+    "IntStorage": torch.int32, "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+    "UntypedStorage": torch.uint8,
 }  # fmt: skip
 
 
@@ -157,6 +159,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """The steps of pickle's machine that call, look up or set anything are replaced; the others only move data."""
 
     dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
 
     def find_class(self, module: str, name: str) -> Any:
         return find_kind(module, name)
@@ -244,8 +248,8 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         (pickle.BUILD, load_build), (pickle.SETITEM, load_setitem), (pickle.SETITEMS, load_setitems),
         (pickle.DICT, load_dict), (pickle.APPEND, load_append), (pickle.APPENDS, load_appends),
         (pickle.ADDITEMS, load_appends), (pickle.EMPTY_SET, load_empty_set), (pickle.FROZENSET, load_frozenset),
-        (pickle.INST, refuse), (pickle.OBJ, refuse), (pickle.EXT1, refuse), (pickle.EXT2, refuse), (pickle.EXT4, refuse),
-        (pickle.PERSID, refuse), (pickle.NEXT_BUFFER, refuse), (pickle.READONLY_BUFFER, refuse),
+        (pickle.INST, refuse), (pickle.OBJ, refuse), (pickle.EXT1, refuse), (pickle.EXT2, refuse),
+        (pickle.EXT4, refuse), (pickle.PERSID, refuse), (pickle.NEXT_BUFFER, refuse), (pickle.READONLY_BUFFER, refuse),
     ):  # fmt: skip
         dispatch[_code[0]] = _step
 

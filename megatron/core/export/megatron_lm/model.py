@@ -1,0 +1,206 @@
+"""From Megatron-LM's global tensors and arguments to an ``Interchange``: what both of its formats share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.megatron_lm.names import (
+    VOCABULARY,
+    Place,
+    find_place,
+    is_no_weight,
+    our_shape,
+    settings_of,
+)
+from megatron.core.export.megatron_lm.unpickler import Record
+from megatron.core.sharding.lazy_tensor import LazyTensor
+
+STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "main_param", "param": "main_param"}
+"""Their names of an optimizer's tensors -> ours."""
+
+Named = Mapping[str, LazyTensor]
+
+
+def build_interchange(
+    state: Mapping[str, Any], weights: Named, optimizer: Mapping[str, Named], *, where: str, padded_vocabulary: bool
+) -> Interchange:
+    """``weights`` and ``optimizer`` (by kind of state) are whole tensors under their names, one layer each.
+
+    Args:
+        state: ``args``, ``iteration``, ``opt_param_scheduler``, ``optimizer`` without its tensors …
+        where: the checkpoint, for messages.
+        padded_vocabulary: keep the rows that pad the vocabulary.
+    """
+    args = state.get("args")
+    if not isinstance(args, Record) or not args.attributes:
+        raise CheckpointError(f"{where}: lacks the arguments of its run (args), which say what its weights mean")
+    settings = settings_of(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
+    padded = next((t.shape[0] for name, t in weights.items() if find_place(name).name == VOCABULARY[0]), 0)
+    notes = ["random states of its run do not come over: dropout masks differ from those that it would have drawn"]
+    if padded_vocabulary:
+        settings["vocab_size"] = padded
+    elif padded > settings["vocab_size"]:
+        notes.append(
+            f"its word embedding has {padded} rows for a vocabulary of {settings['vocab_size']}; the padding is left"
+            " out, and no longer part of the softmax: losses drop by its share. --keep-vocab-padding keeps it"
+        )
+    settings = {name: value for name, value in settings.items() if name != "padded_vocab_size"}
+    tied = not settings.get("untie_embeddings_and_output_weights", False)
+    tensors = our_tensors(weights, settings, "model.", tied, where)
+    half = settings.get("bf16") or settings.get("fp16")
+    for kind, named in optimizer.items():
+        if kind != "main_param" or half:
+            tensors |= our_tensors(named, settings, f"optimizer.{kind}.", tied, where)
+    notes += _complete(tensors, settings, where)
+    return Interchange(settings, tensors, objects_of(state, settings, bool(optimizer)), notes=notes)
+
+
+def our_tensors(
+    named: Named, settings: Mapping[str, Any], prefix: str, tied: bool, where: str
+) -> dict[str, LazyTensor]:
+    """``named`` in our shapes, under ``prefix`` and our names."""
+    tensors: dict[str, LazyTensor] = {}
+    experts: dict[str, dict[int, tuple[Place, LazyTensor]]] = {}
+    for name, tensor in named.items():
+        if is_no_weight(name) or (tied and name.endswith("output_layer.weight")):
+            continue
+        place = find_place(name)
+        if place.expert is not None:
+            experts.setdefault(place.name, {})[place.expert] = (place, tensor)
+            continue
+        tensors[prefix + place.name] = _shaped(place, tensor, settings, where)
+    for name, parts in experts.items():
+        if sorted(parts) != list(range(len(parts))):
+            raise CheckpointError(f"{where}: {name} of experts {sorted(parts)} only")
+        place, first = parts[0]
+        pieces = [parts[index][1] for index in range(len(parts))]
+        stacked = LazyTensor((len(pieces), *first.shape), first.dtype, partial(_stack, pieces))
+        tensors[prefix + name] = _shaped(place, stacked, settings, where)
+    return tensors
+
+
+def _stack(pieces: list[LazyTensor]) -> Tensor:
+    return torch.stack([piece.read() for piece in pieces])
+
+
+def _shaped(place: Place, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
+    try:
+        shape = our_shape(place, tensor.shape, settings)
+    except (CheckpointError, IndexError, KeyError) as error:
+        raise CheckpointError(f"{where}: {place.name} of shape {list(tensor.shape)}: {error}") from None
+
+    def read() -> Tensor:
+        whole = tensor.read()
+        return (whole[: shape[0]] if place.name in VOCABULARY else whole).reshape(shape)
+
+    return LazyTensor(shape, tensor.dtype, read)
+
+
+def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], where: str) -> list[str]:
+    """Refuse what lacks layers or parts of the optimizer's state, by name."""
+    weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    layers = {int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers.")}
+    count = settings.get("num_layers")
+    if sorted(layers) != list(range(count if isinstance(count, int) else len(layers))):
+        raise CheckpointError(f"{where}: holds layers {sorted(layers)}, its arguments say {count}")
+    problems: list[str] = []
+    kinds = sorted({name.split(".")[1] for name in tensors if name.startswith("optimizer.")})
+    for kind in kinds:
+        for name, weight in weights.items():
+            state = tensors.get(f"optimizer.{kind}.{name}")
+            if state is None and not name.endswith("expert_bias"):
+                problems.append(f"{kind} of {name} is missing")
+            elif state is not None and state.shape != weight.shape:
+                problems.append(f"{kind} of {name} has shape {list(state.shape)}, expected {list(weight.shape)}")
+    if problems:
+        raise CheckpointError(f"{where}: {'; '.join(problems[:20])}")
+    return [] if kinds else ["it holds no optimizer state: give --no-load-optim or --finetune"]
+
+
+# ---- the state of the run
+
+
+def objects_of(state: Mapping[str, Any], settings: Mapping[str, Any], with_optimizer: bool) -> dict[str, Any]:
+    """The JSON of our training checkpoints: counters, schedule, the optimizer's step and loss scale."""
+    args = state["args"].attributes
+    iteration = _count(state.get("iteration", args.get("iteration", 0)), "iteration")
+    train_state: dict[str, Any] = {
+        name: _count(args.get(name, 0) or 0, name)
+        for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+    }
+    flops = _number(state.get("num_floating_point_operations_so_far", 0))
+    train_state |= {"iteration": iteration, "skipped_iterations": 0, "floating_point_operations": float(flops or 0)}
+    objects: dict[str, Any] = {"iteration": iteration, "train_state": train_state, "tokenizer": None}
+    if isinstance(schedule := state.get("opt_param_scheduler"), dict):
+        objects["scheduler"] = _schedule(schedule, settings)
+    if with_optimizer:
+        optimizer = state.get("optimizer")
+        step = _find(optimizer, ("common_step", "step"))
+        scaler = _find(optimizer, ("grad_scaler",))
+        kept = scaler if isinstance(scaler, dict) else {}
+        names = ("scale", "growth_tracker", "hysteresis_tracker")
+        values = {name: _number(kept[name]) for name in names if name in kept}
+        values |= {name: int(value) for name, value in values.items() if name != "scale"}
+        constant = settings.get("loss_scale") is not None or not settings.get("fp16")
+        objects["optimizer"] = {
+            "step": _count(iteration if step is None else _number(step), "the optimizer's step"),
+            "grad_scaler": {} if constant or len(values) != 3 else values,
+        }
+    return objects
+
+
+def _schedule(schedule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Their scheduler's state as ours: what they leave out is in the arguments. Lengths are samples in both."""
+    anneal = settings.get("lr_wsd_decay_samples")
+    if anneal is None and settings.get("lr_wsd_decay_iters") is not None:
+        anneal = settings["lr_wsd_decay_iters"] * settings["global_batch_size"]
+    taken = (
+        "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "start_wd", "end_wd",
+        "wd_incr_steps", "wd_incr_style",
+    )  # fmt: skip
+    if missing := [name for name in (*taken, "num_steps") if name not in schedule]:
+        raise CheckpointError(f"the state of its scheduler lacks {', '.join(missing)}")
+    return {
+        **{name: schedule[name] for name in taken}, "init_lr": settings.get("lr_warmup_init", 0.0),
+        "wsd_decay_steps": anneal, "lr_wsd_decay_style": settings.get("lr_wsd_decay_style", "exponential"),
+        "num_steps": schedule["num_steps"],
+    }  # fmt: skip
+
+
+def _number(value: Any) -> Any:
+    """A number, or the one element of a tensor."""
+    if isinstance(value, LazyTensor):
+        if value.shape not in ((), (1,)):
+            raise CheckpointDamagedError(f"a tensor of shape {list(value.shape)} where a number is expected")
+        return value.read().item()
+    return value
+
+
+def _count(value: Any, name: str) -> int:
+    if not isinstance(value, int | float) or not 0 <= value < 2**53 or value != int(value):
+        raise CheckpointDamagedError(f"{name} is {value!r:.60}, expected a count")
+    return int(value)
+
+
+def _find(value: Any, names: tuple[str, ...]) -> Any:
+    """The first entry of one of ``names`` in nested lists and dictionaries."""
+    todo, seen = [value], 0
+    while todo and seen < 10**6:
+        item, seen = todo.pop(0), seen + 1
+        if isinstance(item, dict):
+            for name in names:
+                if item.get(name) is not None:
+                    return item[name]
+            todo += item.values()
+        elif isinstance(item, list):
+            todo += item
+    return None
+
+
