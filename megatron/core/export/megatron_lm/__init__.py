@@ -11,6 +11,7 @@ import os
 
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.torch_dist import load_torch_dist
+from megatron.core.export.megatron_lm.torch_format import load_torch
 
 
 def load_megatron_torch(
@@ -20,7 +21,7 @@ def load_megatron_torch(
 
     Arguments and errors as for :func:`load_megatron_torch_dist`.
     """
-    raise NotImplementedError
+    return load_torch(folder, step, padded_vocabulary=padded_vocabulary)
 
 
 def load_megatron_torch_dist(

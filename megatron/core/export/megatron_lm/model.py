@@ -22,9 +22,6 @@ from megatron.core.export.megatron_lm.names import (
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
-STATES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": "main_param", "param": "main_param"}
-"""Their names of an optimizer's tensors -> ours."""
-
 Named = Mapping[str, LazyTensor]
 
 

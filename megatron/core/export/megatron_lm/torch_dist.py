@@ -24,9 +24,9 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.archive import read_archive
-from megatron.core.export.megatron_lm.buckets import unflatten_distributed
+from megatron.core.export.megatron_lm.buckets import STATES, unflatten_distributed
 from megatron.core.export.megatron_lm.folders import find_folder
-from megatron.core.export.megatron_lm.model import STATES, build_interchange
+from megatron.core.export.megatron_lm.model import build_interchange
 from megatron.core.export.megatron_lm.names import is_no_weight
 from megatron.core.export.megatron_lm.unpickler import MAX_PICKLE_BYTES, Record, unpickle
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -56,6 +56,10 @@ class _Stored:
             if shared is not None:
                 shared.of(out, wanted.offsets).copy_(shared.of(self._piece(piece, place), piece.offsets))
         return out
+
+    def read_rows(self, start: int, stop: int) -> Tensor:
+        """``[start:stop]`` of its first dimension."""
+        return self.read(Rectangle((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:])))
 
     def _piece(self, piece: Rectangle, place: tuple[Path, int, int]) -> Tensor:
         value = read_archive(*place)
@@ -87,12 +91,12 @@ class _Stored:
         """It, or one entry of its first dimension."""
         shape = self.original or self.shape
         if layer is None:
-            whole = partial(self.read_original, None) if self.original else partial(self.read, Rectangle.whole(shape))
-            return LazyTensor(shape, self.dtype, whole)
+            if self.original:
+                return LazyTensor(shape, self.dtype, partial(self.read_original, None))
+            return LazyTensor(shape, self.dtype, partial(self.read, Rectangle.whole(shape)), self.read_rows)
         if self.original:
             return LazyTensor(shape[1:], self.dtype, lambda: self.read_original(layer)[0])
-        row = Rectangle((layer, *(0,) * (len(shape) - 1)), (1, *shape[1:]))
-        return LazyTensor(shape[1:], self.dtype, lambda: self.read(row)[0])
+        return LazyTensor(shape[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
 
 
 @dataclass

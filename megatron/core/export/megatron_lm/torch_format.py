@@ -1,0 +1,209 @@
+"""Reads Megatron-LM's ``torch`` format: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``, a file for each part of a model.
+
+The parts of tensor-, pipeline- (virtual stages included) and expert-parallel ranks are merged. Optimizer state is
+beside the weights, by number of the parameter, or in ``distrib_optim.pt`` as flat buffers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.megatron_lm.archive import read_archive
+from megatron.core.export.megatron_lm.buckets import STATES, cut_buckets
+from megatron.core.export.megatron_lm.folders import find_folder
+from megatron.core.export.megatron_lm.model import build_interchange
+from megatron.core.export.megatron_lm.names import find_place, is_no_weight
+from megatron.core.export.megatron_lm.splits import join_ranks
+from megatron.core.export.megatron_lm.unpickler import Record
+from megatron.core.sharding.lazy_tensor import LazyTensor
+
+_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_LAYER = re.compile(r"^((?:module\.)?(?:language_model\.)?(?:encoder|decoder|transformer)\.layers\.)(\d+)(\..*)$")
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
+Named = dict[str, LazyTensor]
+
+
+def load_torch(folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False) -> Interchange:
+    """See the package."""
+    directory = find_folder(Path(folder), step, "mp_rank_*/*.pt")
+    first = _rank_file(directory, sorted(path.name for path in directory.glob("mp_rank_*"))[0])
+    args = first.get("args")
+    if not isinstance(args, Record):
+        raise CheckpointError(f"{directory}: lacks the arguments of its run (args), which say what its weights mean")
+    if not isinstance(version := first.get("checkpoint_version", 0), int | float) or version < 2:
+        raise CheckpointError(
+            f"{directory}: checkpoint_version {version!r:.20}: before 2.0 queries, keys and values were in another"
+            " order; load it with an older Megatron-LM and save it again"
+        )
+    table = args.attributes
+    tp, pp, ep = (table.get(name) or 1 for name in (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size",
+    ))  # fmt: skip
+    if any(type(size) is not int or not 0 < size < 10**5 for size in (tp, pp, ep)):
+        raise CheckpointError(f"{directory}: impossible sizes of its layout: {tp!r:.20}, {pp!r:.20}, {ep!r:.20}")
+    if ep > 1 and (table.get("expert_tensor_parallel_size") or tp) != tp:
+        raise CheckpointError(f"{directory}: experts with another tensor parallelism than {tp} are not read")
+    files = {
+        (stage, rank, expert): _rank_file(directory, _name(rank, stage, expert, pp, ep))
+        for stage in range(pp) for rank in range(tp) for expert in range(ep)
+    }  # fmt: skip
+    parts = _numbered(files, (pp, tp, ep), table, directory)
+    where, gated = str(directory), bool(table.get("swiglu") or table.get("quick_geglu"))
+    weights = {rank: {name: each for named in chunks for name, each in named.items()} for rank, chunks in parts.items()}
+    kinds: dict[str, dict[tuple[int, int, int], Named]] = {}
+    if not table.get("no_save_optim"):
+        for rank, chunks in parts.items():
+            path = directory / _name(rank[1], rank[0], rank[2], pp, ep)
+            for kind, named in _optimizer(files[rank], chunks, path).items():
+                kinds.setdefault(kind, {})[rank] = named
+    return build_interchange(
+        first, _merged(weights, (pp, tp, ep), gated, where),
+        {kind: _merged(ranks, (pp, tp, ep), gated, where) for kind, ranks in kinds.items()},
+        where=where, padded_vocabulary=padded_vocabulary,
+    )  # fmt: skip
+
+
+def _name(rank: int, stage: int, expert: int, pp: int, ep: int) -> str:
+    return f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if pp > 1 else "") + (f"_{expert:03d}" if ep > 1 else "")
+
+
+def _rank_file(directory: Path, name: str) -> dict[str, Any]:
+    folder = directory / name
+    path = folder / "model_optim_rng.pt"
+    if not path.exists() and (folder / "model_rng.pt").exists():
+        path = folder / "model_rng.pt"
+    value = read_archive(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: not a dictionary")
+    return value
+
+
+def _numbered(
+    files: Mapping[tuple[int, int, int], dict[str, Any]], sizes: tuple[int, int, int], args: Mapping[str, Any],
+    directory: Path,
+) -> dict[tuple[int, int, int], list[Named]]:  # fmt: skip
+    """(stage, tensor rank, expert rank) -> weights of each virtual stage, layers and experts numbered for the whole."""
+    pp, tp, ep = sizes
+    experts = (args.get("num_experts") or 0) // ep
+    result: dict[tuple[int, int, int], list[Named]] = {key: [] for key in files}
+    chunk, offset = 0, 0
+    while any(f"model{chunk}" in state for state in files.values()) or chunk == 0:
+        key = "model" if "model" in files[0, 0, 0] else f"model{chunk}"
+        for stage in range(pp):
+            counts = set()
+            for rank in ((stage, tensor, expert) for tensor in range(tp) for expert in range(ep)):
+                if not isinstance(files[rank].get(key), dict):
+                    raise CheckpointError(f"{directory}: the file of stage {stage} has no {key}")
+                named, count = _weights(files[rank][key], offset, rank[2] * experts)
+                result[rank].append(named)
+                counts.add(count)
+            if len(counts) != 1:
+                raise CheckpointError(f"{directory}: ranks of stage {stage} differ in layers: {sorted(counts)}")
+            offset += counts.pop()
+        chunk += 1
+        if key == "model":
+            break
+    return result
+
+
+def _weights(model: dict[str, Any], offset: int, first_expert: int) -> tuple[Named, int]:
+    """Tensors under flat names, and how many layers they are."""
+    named: Named = {}
+    layers: set[int] = set()
+    todo = [("", model)]
+    while todo:
+        prefix, table = todo.pop(0)
+        for key, value in table.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict):
+                todo.append((f"{name}.", value))
+            elif isinstance(value, LazyTensor) and not is_no_weight(name):
+                if match := _LAYER.fullmatch(name):
+                    layers.add(int(match[2]))
+                    name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
+                if match := _EXPERT.fullmatch(name):
+                    name = f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
+                named[name] = value
+    return named, len(layers)
+
+
+def _merged(
+    ranks: Mapping[tuple[int, int, int], Named], sizes: tuple[int, int, int], gated: bool, where: str
+) -> dict[str, LazyTensor]:
+    """Global tensors; what only expert ranks beside the first have are experts."""
+    pp, tp, ep = sizes
+    merged: dict[str, LazyTensor] = {}
+    for expert in range(ep):
+        held = {(stage, rank): ranks[stage, rank, expert] for stage in range(pp) for rank in range(tp)}
+        if expert:
+            held = {
+                key: {name: each for name, each in named.items() if find_place(name).expert is not None}
+                for key, named in held.items()
+            }
+        merged |= join_ranks(held, tp, gated, where)
+    return merged
+
+
+# ---- optimizer state
+
+
+def _optimizer(state: dict[str, Any], chunks: list[Named], folder: Path) -> dict[str, Named]:
+    """Kind -> name -> this rank's part; empty where none was saved."""
+    parameters = {name: each for named in chunks for name, each in named.items() if not name.endswith("expert_bias")}
+    if (folder / "distrib_optim.pt").exists():
+        return _distributed(read_archive(folder / "distrib_optim.pt"), chunks, folder / "distrib_optim.pt")
+    saved = state.get("optimizer")
+    kinds: dict[str, Named] = {}
+    for each in [] if saved is None else saved if isinstance(saved, list) else [saved]:
+        _by_number(each, parameters, kinds, folder)
+    return kinds
+
+
+def _by_number(saved: Any, parameters: Named, kinds: dict[str, Named], folder: Path) -> None:
+    """State of parameters that have numbers, by group: those with weight decay, then biases and norms."""
+    inner = saved.get("optimizer", saved) if isinstance(saved, dict) else {}
+    states, groups = inner.get("state", {}), inner.get("param_groups", [])
+    mains = saved.get("fp32_from_fp16_params") or saved.get("fp32_from_fp16") or []
+    for index, group in enumerate(groups):
+        decays, experts = group.get("wd_mult", 1.0) != 0, bool(group.get("is_expert_parallel"))
+        names = [
+            name for name, each in parameters.items()
+            if (len(each.shape) > 1 and not name.endswith(".bias")) == decays and (".experts." in name) == experts
+        ]  # fmt: skip
+        numbers = group["params"]
+        if len(numbers) != len(names):
+            raise CheckpointError(
+                f"{folder}: group {index} of its optimizer has {len(numbers)} parameters, expected {len(names)}"
+            )
+        for place, (number, name) in enumerate(zip(numbers, names)):
+            found = {kind: states.get(number, {}).get(kind) for kind in ("exp_avg", "exp_avg_sq")}
+            found["main_param"] = mains[index][place] if index < len(mains) and mains[index] else None
+            for kind, tensor in found.items():
+                if tensor is None:
+                    continue
+                if not isinstance(tensor, LazyTensor) or tensor.shape != parameters[name].shape:
+                    raise CheckpointError(f"{folder}: {kind} of {name} is not of shape {list(parameters[name].shape)}")
+                kinds.setdefault(kind, {})[name] = tensor
+
+
+def _distributed(saved: Any, chunks: list[Named], path: Path) -> dict[str, Named]:
+    """Flat buffers: one for each virtual stage, all of its parameters in it."""
+    kinds: dict[str, Named] = {}
+    if not isinstance(saved, dict) or any(".experts." in name for named in chunks for name in named):
+        raise CheckpointError(f"{path}: flat optimizer state of experts: save there as torch_dist, and convert that")
+    for index, named in enumerate(chunks):
+        order = [(name, each.shape) for name, each in named.items()]
+        for buffer in (saved.get(index) or {}).values():
+            flat = {kind: each if isinstance(each, list) else [each] for kind, each in buffer.items() if kind in STATES}
+            pieces = [each for parts in flat.values() for each in parts]
+            if any(not isinstance(each, LazyTensor) or len(each.shape) != 1 for each in pieces):
+                raise CheckpointError(f"{path}: a buffer is not flat")
+            for kind, found in cut_buckets(order, flat, str(path)).items():
+                kinds.setdefault(STATES[kind], {}).update(found)
+    return kinds
