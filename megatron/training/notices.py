@@ -26,6 +26,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
         size, flag = resolved.micro_batch_size, name.replace("_", "-")
         yield f"--{flag}: no effect with --micro-batch-size {size}, of which there are no halves; give 2"
     yield from _layers(given, resolved)
+    yield from _strictly(given)
     yield from _without_effect(given, resolved)
 
 
@@ -41,8 +42,15 @@ def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
         )
 
 
+def _strictly(given: PretrainConfig) -> Iterator[str]:
+    value = given.dist_ckpt_strictness
+    if "dist_ckpt_strictness" in given.explicit and given.load and not value.startswith("raise"):
+        yield f"--dist-ckpt-strictness {value}: names that are missing or unused are refused and listed all the same"
+
+
 def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
-    for field in ("save_interval", "save_retain_interval", "async_save"):
+    saving = ("save_interval", "save_retain_interval", "keep_last_checkpoints", "non_persistent_save_interval")
+    for field in (*saving, "async_save"):
         value = getattr(given, field)
         if value != getattr(resolved, field):
             flag = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")

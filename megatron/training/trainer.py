@@ -73,6 +73,8 @@ class Trainer:
             reason = self.exits.check(self.state)
             if is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
+            elif every(self.cfg.non_persistent_save_interval, self.state.iteration):
+                self.save(fast=True)
             self.finish_save()
             reason = reason or self.unsaved()
             self.between_steps()
@@ -215,15 +217,16 @@ class Trainer:
             return None
         return [replace(result, final=True) for result in results]
 
-    def save(self, last: bool = False) -> None:
-        """Writes a checkpoint of this moment, if --save says where; the ``last`` one of the process never behind it."""
+    def save(self, last: bool = False, fast: bool = False) -> None:
+        """Writes a checkpoint of this moment, if --save says where; the ``last`` one of the process never behind it.
+        ``fast``: one of --non-persistent-save-interval."""
         self.read_checks()
         if self.cfg.save is None:
             return
         self.finish_save(wait=True)
         self.hooks.on_save(self.state)
         background = self.cfg.async_save and not last
-        self.tell_saved(self.parts.checkpointer.start_save(self.state, background=background))
+        self.tell_saved(self.parts.checkpointer.start_save(self.state, background=background, fast=fast))
         self.restart_timer()
 
     def finish_save(self, wait: bool = False) -> None:

@@ -59,10 +59,12 @@ class History:
     """None: another one at each start, in float64."""
     precision: str
     retain: bool
+    behind: bool = False
+    """Whether checkpoints are written behind training."""
 
     @property
     def name(self):
-        return f"{self.layout or 'changing'}-{self.precision}{'-retain' if self.retain else ''}"
+        return f"{self.layout or 'changing'}-{self.precision}{'-retain' * self.retain}{'-async' * self.behind}"
 
     def argv(self, layout, data, cache, save, save_interval=2):
         flags, _ = LAYOUTS[layout]
@@ -71,7 +73,7 @@ class History:
         return [
             *common.MODEL_FLAGS, *common.data_flags(data), "--data-cache-path", str(cache), "--save", str(save),
             "--load", str(save), "--train-iters", str(ITERATIONS), "--save-interval", str(save_interval),
-            "--eval-interval", "5", *precision, *retain, *flags.split(),
+            "--eval-interval", "5", *precision, *retain, *flags.split(), *["--async-save"] * self.behind,
         ]  # fmt: skip
 
 
@@ -259,6 +261,7 @@ class Case:
         self.history = History(
             layout=None if changing else draw_layout(random),
             precision="fp64" if changing else random.choice(["fp32", "bf16"]), retain=random.random() < 0.25,
+            behind=random.random() < 0.5,
         )  # fmt: skip
         self.save, self.data = folder / "save", folder.parent / "data"
         self.reference = reference_of(self.history, folder.parent, self.data)

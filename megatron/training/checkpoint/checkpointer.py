@@ -41,7 +41,14 @@ from megatron.training.checkpoint.files import (
     saved_iterations,
     write_tracker,
 )
-from megatron.training.checkpoint.history import continues, set_aside
+from megatron.training.checkpoint.history import (
+    continues,
+    fast_folder,
+    find_resumable,
+    identity,
+    same_folder,
+    set_aside,
+)
 from megatron.training.checkpoint.lock import SaveLock
 from megatron.training.checkpoint.random_states import rng_tensors, set_rng_state
 from megatron.training.checkpoint.schema import malformed
@@ -107,37 +114,54 @@ class Checkpointer:
         self.chunks = [unwrapped(chunk) for chunk in model_chunks]
         self.optimizer, self.scheduler = optimizer, scheduler
         self.tokenizer = None if tokenizer is None else tokenizer.fingerprint
-        self.failed_saves = 0
-        """Saves in a row that failed."""
+        self._failures: dict[str, int] = {}
+        """Saves in a row that failed, of each folder."""
         self.last_failure = ""
         """Why the last of them did."""
         self._continued_from: int | None = None
         """The iteration in --save that this run goes on from; None: it does not continue what is there."""
-        self._lock: SaveLock | None = None
-        self._saved: list[int] = []
+        self._locks: list[SaveLock] = []
+        self._written: dict[str, set[int]] = {}
+        """Iterations in each folder that retention may delete: this run's, and those that it went on from."""
+        self.fast = fast_folder(cfg) if cfg.non_persistent_save_interval is not None else None
+        self._identity: str | None = None
         self._is_clear = False
         """Checkpoints of another history are out of the way of this run's."""
         self._pending: tuple[SaveReport, float] | None = None
         """A save in the background, and when it began."""
         self._background: BackgroundWriter | None = None
+        self.left_alone: list[str] = []
+        """Names that the checkpoint holds and :meth:`load` was not to load, as with --no-load-optim."""
         if cfg.save is not None:
-            from_first_rank(self._take_lock, groups.world)
+            from_first_rank(self._take_locks, groups.world)
         if cfg.save is not None and cfg.async_save:
             device = next((each.device.type for chunk in self.chunks for each in chunk.parameters()), "cpu")
             limit = None if cfg.async_save_staging_gb is None else 1e9 * cfg.async_save_staging_gb
             patience = SHARE_OF_COLLECTIVE_TIMEOUT * 60.0 * cfg.distributed_timeout_minutes
             self._background = BackgroundWriter(groups.world, device, limit, patience)
 
-    def _take_lock(self) -> None:
+    def _take_locks(self) -> None:
         assert self.cfg.save is not None
-        self._lock = SaveLock(self.cfg.save)
+        self._locks.append(SaveLock(self.cfg.save))
+        if self.fast is not None:
+            if self.cfg.non_persistent_ckpt_type == "local" and not _one_host(self.groups.world.size):
+                flags = "--non-persistent-ckpt-type local --non-persistent-local-ckpt-dir"
+                raise CheckpointError(f"{flags} {self.fast}: ranks run on several hosts, which do not share it; give"
+                                      " --non-persistent-ckpt-type global with a folder that they share")  # fmt: skip
+            self._locks.append(SaveLock(self.fast, "the folder of --non-persistent-save-interval"))
+            self._identity = identity(self.cfg.save, make=True)
+
+    @property
+    def failed_saves(self) -> int:
+        """Saves to one folder in a row that failed, the most of any."""
+        return max(self._failures.values(), default=0)
 
     def close(self) -> None:
         """Lets another job write to --save (the end of the process does so too)."""
         if self._background is not None:
             self._background.close()
-        if self._lock is not None:
-            self._lock.release()
+        for lock in self._locks:
+            lock.release()
 
     # ---- saving
 
@@ -146,14 +170,15 @@ class Checkpointer:
         report = self.start_save(state)
         return report is not None and report.saved
 
-    def start_save(self, state: TrainState, *, background: bool = False) -> SaveReport | None:
+    def start_save(self, state: TrainState, *, background: bool = False, fast: bool = False) -> SaveReport | None:
         """Write a checkpoint of ``state``; None with ``background``, where :meth:`finish_save` tells what became of it.
 
-        Then this returns as soon as training may change what is saved. One save at a time is under way.
+        Then this returns as soon as training may change what is saved. One save at a time is under way. ``fast``: to
+        the folder of --non-persistent-save-interval, which keeps one.
         """
         cfg, world, began = self.cfg, self.groups.world, time.perf_counter()
         assert cfg.save is not None and self._pending is None, "save() without --save, or during another one"
-        folder, iteration = cfg.save, state.iteration
+        folder, iteration = self.fast if fast and self.fast is not None else cfg.save, state.iteration
         # Megatron-LM's line up to the name of the format, which scripts look for
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
         live = None if self.optimizer is None or cfg.no_save_optim else self.optimizer.state_dict()
@@ -206,14 +231,14 @@ class Checkpointer:
         try:
             num_bytes, ended = outcome()
         except CheckpointError as error:
-            self.failed_saves += 1
+            self._failures[folder] = self._failures.get(folder, 0) + 1
             self.last_failure = str(error)
             logger.error(
                 "saving checkpoint at iteration %d to %s failed, earlier checkpoints are untouched: %s",
                 iteration, folder, error,
             )  # fmt: skip
             return report
-        self.failed_saves = 0
+        self._failures = {} if folder == self.cfg.save else {**self._failures, folder: 0}
         logger.info(
             "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
             iteration, folder, *self._coordinates(),
@@ -226,7 +251,8 @@ class Checkpointer:
         """Clear away what is in the way of a save, on the first rank."""
         remove_leftovers(folder)
         if not self._is_clear:
-            set_aside(folder, self._continued_from)
+            for each in filter(None, (self.cfg.save, fast_folder(self.cfg))):
+                set_aside(each, self._continued_from)
             self._is_clear = True
 
     def _coordinates(self) -> tuple[int, int, int, int]:
@@ -236,17 +262,20 @@ class Checkpointer:
 
     def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
         """Tracker, then retention, on the first rank."""
-        previous = _previous(folder)
+        fast = folder == self.fast
+        keep = 1 if fast else self.cfg.keep_last_checkpoints
+        retain = None if fast else self.cfg.save_retain_interval
+        previous, written = _previous(folder), self._written.setdefault(folder, set())
+        if previous is not None:  # of an earlier job, which kept as many
+            written.update([each for each in saved_iterations(folder) if each <= previous][: keep or 1])
         write_tracker(folder, iteration, fault)
         fault("after_tracker")
-        retain = self.cfg.save_retain_interval
-        candidates = {previous, *self._saved} if previous is not None else set(self._saved)
-        self._saved.append(iteration)
-        if not retain:
-            return
-        for old in sorted(candidates & set(saved_iterations(folder))):
-            if old < iteration and old % retain:
-                delete_checkpoint(folder, old, fault)
+        older = [each for each in saved_iterations(folder) if each in written and each < iteration]
+        written.add(iteration)
+        if keep is not None or retain is not None:
+            for old in reversed(older[(keep or 1) - 1 :]):
+                if retain is None or old % retain:
+                    delete_checkpoint(folder, old, fault)
 
     def _tensors(
         self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
@@ -278,7 +307,7 @@ class Checkpointer:
             objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
         if self.scheduler is not None:
             objects["scheduler"] = self.scheduler.state_dict()
-        return objects
+        return objects if self._identity is None else {**objects, "folder": self._identity}
 
     # ---- loading
 
@@ -304,10 +333,11 @@ class Checkpointer:
         cfg = self.cfg
 
         def search() -> list | None:
-            for folder, step, finetune in (
-                (cfg.load, cfg.ckpt_step, cfg.finetune), (cfg.pretrained_checkpoint, None, True),
+            for find, finetune in (
+                (lambda: find_resumable(cfg, repair=True), cfg.finetune),
+                (lambda: find_checkpoint(cfg.pretrained_checkpoint, repair=True), True),
             ):  # fmt: skip
-                found = find_checkpoint(folder, step, repair=True)
+                found = find()
                 if found is not None:
                     self._continued_from = self._continuation(found, finetune)
                     return [found.directory, found.iteration, found.release, finetune or found.release]
@@ -323,9 +353,10 @@ class Checkpointer:
     def _continuation(self, found: Found, finetune: bool) -> int | None:
         """The iteration that what is saved will follow on in --save; None if it belongs to another history."""
         folder = self.cfg.save
-        if folder is None or self.cfg.start_over or (finetune and not found.release) or not continues(folder, found):
+        if folder is None or self.cfg.start_over or (finetune and not found.release):
             return None
-        return found.iteration
+        is_fast = same_folder(str(Path(found.directory).parent), fast_folder(self.cfg))
+        return found.iteration if is_fast or continues(folder, found) else None
 
     def _restore(self, found: Found, weights_only: bool) -> TrainState:
         cfg, world = self.cfg, self.groups.world
@@ -337,6 +368,14 @@ class Checkpointer:
         tensors = self._tensors(optimizer=live, rng=wants_rng)
         ignored = [prefix for prefix, wanted in (("optimizer.", wants_optimizer), ("rng.", wants_rng)) if not wanted]
         load_from(reader, tensors, allow_unused=ignored, group=world)
+        self.left_alone = [name for name in reader.names if name.startswith(tuple(ignored))]
+        if cfg.dist_ckpt_strictness.startswith("log_"):
+            total, left = len(reader.names), self.left_alone
+            logger.info(
+                "--dist-ckpt-strictness %s: %d of %d stored names are loaded, none is missing%s",
+                cfg.dist_ckpt_strictness, total - len(left), total,
+                f"; left alone, as flags ask: {', '.join(left)}" if left else "",
+            )  # fmt: skip
         if self.optimizer is not None and live is not None:
             self.optimizer.load_state_dict({**live, **reader.objects["optimizer"]})
             if self.scheduler is not None and "scheduler" in reader.objects:
@@ -403,6 +442,10 @@ class Checkpointer:
             return True
         logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
         return False
+
+
+def _one_host(world_size: int) -> bool:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size))) == world_size
 
 
 def _previous(folder: str) -> int | None:

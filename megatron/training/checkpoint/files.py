@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 MAX_TRACKER_BYTES = 4096
+_ITERATION = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})")
 
 
 def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, release: bool = False) -> str:
@@ -36,7 +37,7 @@ def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, rel
 def saved_iterations(folder: str | os.PathLike) -> list[int]:
     """Iterations for which a directory exists, newest first; complete or not."""
     names = [path.name for path in Path(folder).glob("iter_*")]
-    matches = [re.fullmatch(r"iter_([0-9]{7}|[1-9][0-9]{7,17})", name) for name in names]
+    matches = [_ITERATION.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in matches if match}, reverse=True)
 
 
@@ -78,11 +79,15 @@ def find_checkpoint(
 ) -> Found | None:
     """The checkpoint that --load and --ckpt-step mean; None if ``folder`` holds no checkpoint at all.
 
+    ``folder`` may also be one checkpoint, ``…/iter_0001000``, which then has to be there.
     ``repair`` (for one process alone) brings back a checkpoint whose replacement died.
 
     Raises:
         CheckpointError: the one that is meant is not there or damaged; an earlier complete one is named.
     """
+    one = None if folder is None or step is not None else _ITERATION.fullmatch(Path(folder).name)
+    if folder is not None and one and not os.path.lexists(Path(folder) / TRACKER):
+        return _open(Path(folder).parent, int(one[1]))
     if folder is None or not Path(folder).is_dir():
         if step is not None:
             raise CheckpointError(f"--ckpt-step {step}: there is no folder {folder}")

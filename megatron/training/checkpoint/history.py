@@ -5,17 +5,24 @@ before anything is built, unless --start-over says that it is meant. Checkpoints
 from (--ckpt-step, a tracker that was set back, a damaged newest one) are of a history that ends there. They would be
 overwritten one by one and lie among the new ones meanwhile; the first save moves them, unopened, to
 ``<save>/set-aside-001``. Nothing is deleted.
+
+Checkpoints of --non-persistent-save-interval lie in a folder of their own, which may be on another disk, and belong to
+the same history. They carry the identity of their --save folder, a file in it, so that those of another run, or of one
+whose folder was deleted, are never taken for this one's.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.core.dist_checkpointing.writer import fsync_directory
+from megatron.core.dist_checkpointing.writer import fsync_directory, write_file_atomically
 from megatron.training.checkpoint.files import (
     RELEASE,
     TRACKER,
@@ -29,6 +36,7 @@ from megatron.training.config.pretrain_config import PretrainConfig
 logger = logging.getLogger(__name__)
 
 SET_ASIDE = "set-aside"
+IDENTITY = "folder.id"
 
 
 def same_folder(one: str | None, other: str | None) -> bool:
@@ -39,6 +47,56 @@ def same_folder(one: str | None, other: str | None) -> bool:
         return False
 
 
+def fast_folder(cfg: PretrainConfig) -> str | None:
+    """Where --non-persistent-save-interval saves, or has saved."""
+    base = cfg.save or cfg.load
+    if cfg.non_persistent_ckpt_type == "local":
+        return cfg.non_persistent_local_ckpt_dir
+    return cfg.non_persistent_global_ckpt_dir or (None if base is None else os.path.join(base, "non_persistent"))
+
+
+def identity(folder: str, *, make: bool = False) -> str | None:
+    """What checkpoints in the fast folder carry of the --save folder that they belong to. For one process alone."""
+    path = Path(folder) / IDENTITY
+    with suppress(FileNotFoundError):
+        return read_regular_file(path, 100).decode("ascii", "replace").strip()
+    if not make:
+        return None
+    try:
+        write_file_atomically(path, uuid.uuid4().hex.encode())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from None
+    return identity(folder)
+
+
+def _belongs(found: Found, base: str) -> bool:
+    return read_manifest(found.directory)["objects"].get("folder") == identity(base) is not None
+
+
+def _newest_fast(cfg: PretrainConfig, repair: bool) -> Found | None:
+    """The checkpoint in the fast folder of the run that --load names; it may have been cut short, unlike others."""
+    fast, base = fast_folder(cfg), cfg.save or cfg.load
+    if fast is None or base is None or not same_folder(cfg.load, base):
+        return None
+    try:
+        found = find_checkpoint(fast, repair=repair)
+        return found if found is not None and _belongs(found, base) else None
+    except CheckpointError as error:
+        logger.warning("WARNING: %s: not loaded: %s", fast, error)
+        return None
+
+
+def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> Found | None:
+    """What --load and --ckpt-step mean: of the two folders of a run, the newest complete checkpoint."""
+    fast = _newest_fast(cfg, repair)
+    if fast is not None:
+        assert cfg.load is not None
+        newest = max(saved_iterations(cfg.load), default=-1)
+        if fast.iteration > newest if cfg.ckpt_step is None else fast.iteration == cfg.ckpt_step != newest:
+            return fast
+    return find_checkpoint(cfg.load, cfg.ckpt_step, repair=repair)
+
+
 def check_save_folder(cfg: PretrainConfig) -> None:
     """Refuse a run that would write its checkpoints among those of another. For one process alone.
 
@@ -47,7 +105,13 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     """
     if cfg.save is None or cfg.skip_train or cfg.start_over:
         return
-    iterations = saved_iterations(cfg.save)
+    fast = fast_folder(cfg)
+    if fast is not None and (found := _any_complete(fast)) is not None and not _belongs(found, cfg.save):
+        raise CheckpointError(
+            f"{fast}: holds checkpoints that do not belong to --save {cfg.save}: choose another folder, or delete them,"
+            f" or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
+        )
+    iterations = sorted({*saved_iterations(cfg.save), *(saved_iterations(fast) if fast else [])}, reverse=True)
     others = [name for name in (RELEASE, TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
     same = same_folder(cfg.load, cfg.save)
     if not iterations and (same or not others):  # weights alone, to start from, are not in the way
@@ -66,6 +130,12 @@ def check_save_folder(cfg: PretrainConfig) -> None:
         f" start again in the same folder: --start-over, which keeps them in {cfg.save}/{SET_ASIDE}-001. Or"
         " choose another --save"
     )
+
+
+def _any_complete(folder: str) -> Found | None:
+    with suppress(CheckpointError):
+        return find_checkpoint(folder)
+    return None
 
 
 def continues(folder: str, found: Found) -> bool:

@@ -28,7 +28,8 @@ class SaveLock:
     dead job's lock never needs cleaning. The file's text says who holds it.
     """
 
-    def __init__(self, folder: str | os.PathLike) -> None:
+    def __init__(self, folder: str | os.PathLike, flag: str = "--save") -> None:
+        self.flag = flag
         self.path = Path(folder) / LOCK
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -38,7 +39,7 @@ class SaveLock:
         except OSError as error:
             if self.path.is_symlink():
                 raise CheckpointError(f"{self.path}: is a symbolic link; remove it, or choose another --save") from None
-            raise CheckpointError(f"--save {folder}: cannot be written ({error.strerror}); choose another") from None
+            raise CheckpointError(f"{flag} {folder}: cannot be written ({error.strerror}); choose another") from None
         try:
             self._take(self._descriptor, folder)
         except BaseException:
@@ -56,7 +57,8 @@ class SaveLock:
         except (BlockingIOError, PermissionError):
             holder = text.decode("utf-8", errors="replace").strip()
             raise CheckpointError(
-                f"--save {folder}: another job writes there ({holder}); wait for it, stop it, or choose another folder"
+                f"{self.flag} {folder}: another job writes there ({holder}); wait for it, stop it, or choose another"
+                " folder"
             ) from None
         except OSError as error:  # a file system without locks: better no protection than no training
             logger.warning("--save %s: cannot be locked (%s): let no other job use it", folder, error.strerror)

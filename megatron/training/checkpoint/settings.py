@@ -21,6 +21,7 @@ from megatron.core.models.gpt_description import SETTINGS as DECODER_SETTINGS
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.checkpoint.files import find_checkpoint
+from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
 from megatron.training.checkpoint.schema import is_number
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 
@@ -119,8 +120,11 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     folder = cfg.load or cfg.pretrained_checkpoint
     if folder is None:
         raise CheckpointError("--use-checkpoint-args: needs --load or --pretrained-checkpoint")
-    if cfg.load and cfg.pretrained_checkpoint and find_checkpoint(cfg.load, cfg.ckpt_step) is None:
+    found = find_resumable(cfg) if cfg.load else None
+    if found is None and cfg.load and cfg.pretrained_checkpoint:
         folder = cfg.pretrained_checkpoint
+    if found is not None and same_folder(os.path.dirname(found.directory), fast_folder(cfg)):
+        folder = found.directory
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     known = {field.name for field in dataclasses.fields(cfg)}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatron.core.config.cli import flag
 from megatron.core.config.ranges import NonNegativeInt, PositiveInt, Range
@@ -21,6 +21,24 @@ class CheckpointConfig:
 
     save_retain_interval: PositiveInt | None = None
     """Keep only checkpoints whose iteration is a multiple of this number, and the latest."""
+
+    keep_last_checkpoints: PositiveInt | None = None
+    """Keep only this many checkpoints, the latest, and those of --save-retain-interval. Those of earlier jobs stay, but
+    for as many as the run goes on from."""
+
+    non_persistent_save_interval: PositiveInt | None = None
+    """Iterations between checkpoints that the next one of their kind replaces; they go to a folder of their own, which
+    may be on a fast disk. The newest complete one of both folders is loaded."""
+
+    non_persistent_ckpt_type: Literal["global", "local"] = "global"
+    """Which folder --non-persistent-save-interval saves to: of --non-persistent-global-ckpt-dir, which all ranks share,
+    or of --non-persistent-local-ckpt-dir, a disk of the one host that all ranks run on."""
+
+    non_persistent_global_ckpt_dir: str | None = None
+    """Folder of --non-persistent-save-interval; default: <save>/non_persistent."""
+
+    non_persistent_local_ckpt_dir: str | None = None
+    """The same with --non-persistent-ckpt-type local."""
 
     start_over: bool = False
     """Start in a --save directory that holds checkpoints from which this run does not continue: its first save moves
@@ -82,6 +100,13 @@ class CheckpointConfig:
         default=True,
     )
     """With --use-checkpoint-args: keep this command line's tokenizer."""
+
+    dist_ckpt_strictness: Literal[
+        "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",
+        "return_all", "ignore_all",
+    ] = "assume_ok_unexpected"  # fmt: skip
+    """What to say of names that model and checkpoint do not share: they are refused, and listed, with every value. log_
+    values also log what is left alone as flags ask; return_ values are for programs."""
 
     exit_on_missing_checkpoint: bool = False
     """Stop instead of starting from scratch when --load holds no checkpoint."""

@@ -87,6 +87,7 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if not cfg.save:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
+        values.update(keep_last_checkpoints=None, non_persistent_save_interval=None)
     if cfg.recompute_granularity != "full":
         values["recompute_num_layers"] = None
     if cfg.use_torch_fsdp2:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
 
 PATHS = (
-    "save", "load", "pretrained_checkpoint", "load_hf", "data_path", "train_data_path", "valid_data_path",
+    "save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir",
+    "load_hf", "data_path", "train_data_path", "valid_data_path",
     "test_data_path", "data_args_path", "per_split_data_args_path", "data_cache_path", "vocab_file", "merge_file",
     "tokenizer_model", "tensorboard_dir", "wandb_save_dir", "memory_snapshot_path", "nccl_communicator_config_path",
     "yaml_cfg",
@@ -21,6 +24,16 @@ def paths_are_not_empty(cfg: PretrainConfig) -> Problems:
         paths = value if isinstance(value, list) else [value]
         if any(isinstance(path, str) and not path.strip() for path in paths):
             yield problem(cfg, field, "is an empty path", "is a variable unset? leave the flag out to do without it")
+
+
+def fast_folder_is_another_one(cfg: PretrainConfig) -> Problems:
+    """Checkpoints that replace one another in the folder of those that are kept would delete them."""
+    if cfg.non_persistent_ckpt_type == "local" and cfg.non_persistent_local_ckpt_dir is None:
+        yield problem(cfg, "non_persistent_ckpt_type", "needs --non-persistent-local-ckpt-dir DIRECTORY")
+    for field in ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir"):
+        folder = getattr(cfg, field)
+        if folder is not None and cfg.save and os.path.abspath(folder) == os.path.abspath(cfg.save):
+            yield problem(cfg, field, "is the folder of --save", "give it one of its own")
 
 
 def starting_over_is_no_resuming(cfg: PretrainConfig) -> Problems:

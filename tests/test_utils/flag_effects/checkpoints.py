@@ -24,6 +24,7 @@ LLAMA = (
 )
 TENSORBOARD = "--tensorboard-dir {out}"
 POINTS = ("torch.utils.tensorboard.writer:SummaryWriter.add_scalar",)
+FAST = "--save {out}/run --train-iters 3 --non-persistent-save-interval 1"
 TWO_CHECKPOINTS = f"{SAVE} --save-interval 1 --train-iters 3"
 
 
@@ -36,6 +37,11 @@ def holds(*kinds):
         assert {name.split(".")[0] for name in names} == set(kinds), sorted(names)
 
     return has
+
+
+def fast_in(folder):
+    """The checkpoint of --non-persistent-save-interval lies there."""
+    return gives(lambda run: any(f"{folder}/iter_0000002/metadata.json" in name for name in run.files), True)
 
 
 def behind(base, run):
@@ -163,6 +169,16 @@ CHECKPOINTS = [
     row("--save {out}", gives(lambda run: list(run.saved), [2]), holds("model", "optimizer", "rng")),
     row("--save-interval 1", gives(lambda run: list(run.saved), [1, 2]), base=SAVE),
     row("--save-retain-interval 2", gives(lambda run: list(run.saved), [2, 3]), base=TWO_CHECKPOINTS),
+    row("--keep-last-checkpoints 2", gives(lambda run: list(run.saved), [3, 4]),
+        base=f"{SAVE} --save-interval 1 --train-iters 4"),
+    row("--non-persistent-save-interval 1", gives(lambda run: sorted(run.saved), [2, 3]), keeps("weights"),
+        gives(lambda run: "non_persistent/iter_0000002/metadata.json" in "".join(run.files), True),
+        base=f"{SAVE} --train-iters 3"),
+    row("--non-persistent-global-ckpt-dir {out}/quick", fast_in("quick"), base=FAST),
+    row("--non-persistent-ckpt-type local", fast_in("near"),
+        base=f"{FAST} --non-persistent-local-ckpt-dir {{out}}/near"),
+    row("--non-persistent-local-ckpt-dir {out}/near", fast_in("near"),
+        base=f"{FAST} --non-persistent-ckpt-type local --non-persistent-local-ckpt-dir {{out}}/other"),
     row("--async-save", behind, gives(lambda run: list(run.saved), [1, 2, 3]), base=TWO_CHECKPOINTS),
     row("--async-save-staging-gb 0.3", gives(lambda run: "300000000.0" in run.arguments, True),
         base=f"{TWO_CHECKPOINTS} --async-save",
@@ -188,6 +204,7 @@ CHECKPOINTS = [
         base=f"{LOAD} --use-checkpoint-args --vocab-size 65"),
     row("--use-mp-args-from-checkpoint-args", gives(lambda run: len(run.groups["dp"]), 2),
         base=f"{LOAD} --use-checkpoint-args --tensor-model-parallel-size 2", ranks=2),
+    row("--dist-ckpt-strictness log_all", says("stored names are loaded, none is missing"), accepts, base=LOAD),
     row("--exit-on-missing-checkpoint", stops("--exit-on-missing-checkpoint", code=1), base="--load {out}"),
     row("--override-opt_param-scheduler", accepts, rates(5e-3), base=f"{LOAD} --lr 5e-3"),
     row("--use-checkpoint-opt_param-scheduler", accepts, rates(1e-2), base=f"{LOAD} --lr 5e-3"),

@@ -72,7 +72,7 @@ def test_death_at_any_moment_leaves_a_good_checkpoint(tmp_path, snapshots):
         os.write(ready[1], b"x")
         while True:
             run.state = TrainState()
-            run.checkpointer._saved.clear()
+            run.checkpointer._written.clear()
             for _ in range(7):
                 run.state.iteration += 1
                 run.save()
