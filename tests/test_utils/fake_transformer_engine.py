@@ -131,7 +131,8 @@ class DotProductAttention(_Module):
         super().__init__()
         assert tp_size == 1 and attention_dropout == 0.0
         self.heads = num_attention_heads, num_gqa_groups
-        self.scale, self.mask_type, self.window = kv_channels**-0.5, attn_mask_type, window_size
+        self.scale = kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.mask_type, self.window = attn_mask_type, window_size
 
     def forward(
         self, query_layer=None, key_layer=None, value_layer=None, attention_mask=None, qkv_format=None,

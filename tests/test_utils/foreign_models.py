@@ -349,6 +349,13 @@ MODELS = {
                      "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
         f"{SWIGLU} {UNTIED} --add-qkv-bias --rotary-percent 0.5 --rotary-interleaved {GROUPS} 2",
     ),
+    "glm4-sandwich": Family(
+        "Glm4", replace(GLM, post_norms=("post_self_attn_layernorm", "post_mlp_layernorm")),
+        {**GATED, "head_dim": 8, "attention_bias": True, "num_key_value_heads": 2,
+         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        f"{SWIGLU} {UNTIED} --add-qkv-bias --rotary-percent 0.5 --rotary-interleaved --norm-placement sandwich"
+        f" {GROUPS} 2",
+    ),
     "helium": Family("Helium", LLAMA, {**GATED, **rope(), "head_dim": 8},
                      f"{SWIGLU} {UNTIED} --rotary-interleaved"),
     "ernie4.5": Family("Ernie4_5", LLAMA, {**GATED, **rope(), "head_dim": 8, "use_bias": False},

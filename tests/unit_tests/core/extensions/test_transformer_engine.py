@@ -28,6 +28,11 @@ CASES = {
     "qwen": {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True,
              "apply_layernorm_1p": True},
     "post-norm residual": {"apply_residual_connection_post_layernorm": True},
+    "gemma": {"norm_placement": "sandwich", "geglu": True, "softmax_scale": 0.7, "apply_embedding_scaling": True},
+    "gemma-2": {"norm_placement": "sandwich", "attn_logit_softcapping": 0.1, "final_logit_softcapping": 0.2},
+    "olmo-2": {"norm_placement": "post", "normalization": "RMSNorm", "qk_layernorm": True,
+               "qk_layernorm_across_heads": True},
+    "gpt-neox": {"use_parallel_residual": True, "hidden_dropout": 0.1},
     "recompute": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }  # fmt: skip
 
@@ -72,7 +77,7 @@ def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch)
     assert gradients.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(gradients[name], expected[name], msg=name)
-    fused = case != "post-norm residual"
+    fused = case not in ("post-norm residual", "olmo-2")
     assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._gemm.linear,
                       fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
 

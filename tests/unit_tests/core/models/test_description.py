@@ -160,7 +160,7 @@ SPECS = {
                 "final_logit_softcapping": 30.0, "apply_embedding_scaling": True, "kv_channels": 12},
     "olmo-2": {"swiglu": True, "norm_placement": "post", "normalization": "RMSNorm", "qk_layernorm": True,
                "qk_layernorm_across_heads": True, "kv_channels": 12},
-    "gpt-neox": {"use_parallel_residual": True, "num_query_groups": 2},
+    "gpt-neox": {"use_parallel_residual": True, "num_query_groups": 2, "mtp_num_layers": 1},
     "nemotron": {"squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
 }
 EXPERTS = {"num_moe_experts": 4, "moe_ffn_hidden_size": 24, "normalization": "RMSNorm"}
@@ -175,7 +175,10 @@ EXPERT_SPECS = {
         "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": [0, 1, 1],
     },
     "gpt-oss": {**EXPERTS, "quick_geglu": True, "softmax_type": "learnable", "moe_router_topk": 4},
-    "biases": {**EXPERTS, "squared_relu": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": 2},
+    "biases": {
+        **EXPERTS, "squared_relu": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": 2,
+        "norm_placement": "sandwich",
+    },
 }  # fmt: skip
 EXPERT_GRIDS = [(1, 1, 1), (2, 1, 2), (1, 2, 1), (1, 4, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2)]
 """Tensor-parallel, expert-parallel and expert-tensor-parallel ranks."""
