@@ -67,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model-type", default="GPT", choices=("GPT",), help="kind of model")
     made.add_argument("--dtype", choices=DTYPES, help="convert weights to this kind of number; default: as they are")
     made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="bound on a file's size")
+    made.add_argument("--keep-vocab-padding", action="store_true",
+                      help="keep the rows that pad a vocabulary of Megatron-LM's: its softmax has them")  # fmt: skip
     made.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
     made.add_argument("--no-checking", action="store_true", help="do not compare logits with transformers at the end")
     made.add_argument("--check-logits", action="store_true", help="compare them however large the model is")
@@ -85,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, name[2:].replace("-", "_")) is not None:
             say(f"{name}: without effect, any layout loads the result")
     saver = formats.SAVER_ALIASES.get(args.saver, args.saver)
-    loader, source = formats.open_checkpoint(args.load_dir, args.loader, args.ckpt_step)
+    loader, source = formats.open_checkpoint(
+        args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
+    )
     cfg = completed(source, flags, loader, args.load_dir)
     if args.no_optimizer or "train_state" not in source.objects or saver == "hf":
         source.tensors = {name: each for name, each in source.tensors.items() if not name.startswith("optimizer.")}
@@ -96,7 +100,8 @@ def main(argv: Sequence[str]) -> int:
     for note in source.notes:
         say(f"note: {note}")
     identity = {"load": formats.stamp(args.load_dir), "saver": saver, "dtype": args.dtype, "flags": flags,
-                "step": args.ckpt_step, "optimizer": not args.no_optimizer, "shard": args.max_shard_size}  # fmt: skip
+                "step": args.ckpt_step, "optimizer": not args.no_optimizer, "shard": args.max_shard_size,
+                "padding": args.keep_vocab_padding}  # fmt: skip
     with Target(args.save_dir, identity) as target:
         write(source, cfg, saver, target, size, int(args.max_shard_size * 1e9))
     say(f"{args.save_dir}: complete, format {saver}")

@@ -66,8 +66,11 @@ def format_of(folder: Path) -> str:
     raise CheckpointError(f"{folder}: looks like none of {', '.join(LOADERS)}; --loader says which it is")
 
 
-def open_checkpoint(folder: str, loader: str, step: int | None = None) -> tuple[str, Interchange]:
-    """The format of ``folder``, and what it holds; tensors are read later, one at a time."""
+def open_checkpoint(
+    folder: str, loader: str, step: int | None = None, *, padded_vocabulary: bool = False
+) -> tuple[str, Interchange]:
+    """The format of ``folder``, and what it holds; tensors are read later, one at a time. ``padded_vocabulary``: with
+    the rows that pad a vocabulary of Megatron-LM's."""
     path, loader = Path(folder), LOADER_ALIASES.get(loader, loader)
     loader = format_of(path) if loader == "auto" else loader
     if not os.path.lexists(path):
@@ -76,7 +79,7 @@ def open_checkpoint(folder: str, loader: str, step: int | None = None) -> tuple[
         return loader, load_native(native_folder(path, step))
     if loader in ("megatron_torch", "megatron_torch_dist"):
         load = load_megatron_torch if loader == "megatron_torch" else load_megatron_torch_dist
-        return loader, load(folder, step)
+        return loader, load(folder, step, padded_vocabulary=padded_vocabulary)
     if step is not None:
         raise CheckpointError(f"--ckpt-step {step}: a folder of format {loader} holds one state alone")
     return loader, load_hf(folder) if loader == "hf" else load_safetensors(path)

@@ -12,6 +12,7 @@ import os
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.torch_dist import load_torch_dist
 from megatron.core.export.megatron_lm.torch_format import load_torch
+from megatron.core.export.megatron_lm.writer import save_torch_dist
 
 
 def load_megatron_torch(
@@ -42,5 +43,12 @@ def load_megatron_torch_dist(
 
 
 def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike) -> None:
-    """Write ``<folder>/iter_…`` (``release`` without an iteration) and its tracker, for Megatron-LM's loader."""
-    raise NotImplementedError
+    """Write ``<folder>/iter_…`` (``release`` without an iteration) and its tracker, for Megatron-LM's loader.
+
+    A layer at a time is in memory. Optimizer state is that of its optimizer that is not distributed. There are no
+    random states: it takes --no-load-rng to go on from it.
+
+    Raises:
+        CheckpointError: it exists already; a tensor has no counterpart there.
+    """
+    save_torch_dist(interchange, folder)
