@@ -53,7 +53,6 @@ class _Program:
 
 RETIRED_ARGS: dict[str, Any] = {
     "use_mcore_models": True,
-    "moe_use_legacy_grouped_gemm": False,
     "renormalize_blend_weights": True,
     "s3_cache_path": None,
 }

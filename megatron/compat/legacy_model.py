@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 
 class GPTModel:
-    """Named in annotations; ``--use-legacy-models``, which would build it, is refused."""
+    """Named in annotations; ``--use-legacy-models``, which would build it, has no effect."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError("megatron.compat.legacy_model.GPTModel is gone: use megatron.core.models.gpt.GPTModel")

@@ -5,6 +5,9 @@ from importlib import import_module
 
 import pytest
 
+from megatron.compat import unavailable
+from megatron.core.config.errors import UserError
+
 NAMES = {
     "megatron.core": "parallel_state mpu tensor_parallel dist_checkpointing",
     "megatron.core.parallel_state":
@@ -49,6 +52,12 @@ NAMES = {
     "megatron.core.datasets.gpt_dataset": "GPTDatasetConfig GPTDataset MockGPTDataset",
     "megatron.core.datasets.indexed_dataset": "IndexedDataset IndexedDatasetBuilder",
     "megatron.core.tokenizers": "MegatronTokenizer",
+    "megatron.core.tokenizers.text.utils.build_tokenizer": "build_tokenizer",
+    "megatron.core.tokenizers.utils.build_tokenizer": "build_tokenizer",
+    "megatron.core.models.gpt.heterogeneous.heterogeneous_layer_specs": "get_gpt_heterogeneous_layer_spec",
+    "megatron.core.models.mamba": "MambaModel",
+    "megatron.training.datasets.sft_dataset": "SFTDataset",
+    "megatron.training.datasets.fim_dataset": "GPTFIMDataset GPTFIMDatasetConfig",
     "megatron.training":
         "get_args get_timers get_tokenizer print_rank_0 print_rank_last pretrain get_model initialize_megatron",
     "megatron.training.program": "run",
@@ -63,6 +72,12 @@ def test_names_of_existing_programs_are_where_they_look_for_them(module):
     for name in NAMES[module].split():
         if not hasattr(found, name):
             import_module(f"{module}.{name}")  # `from package import module`
+
+
+@pytest.mark.parametrize("name", unavailable.__all__)
+def test_names_of_what_is_not_there_are_an_error_when_used(name):
+    with pytest.raises(UserError, match="not available; "):
+        getattr(unavailable, name)(None)
 
 
 DEFAULTS = {

@@ -122,6 +122,13 @@ class ModelParallelConfig(ParallelismConfig, PrecisionConfig, metaclass=TakesSet
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline rank of an interleaved schedule."""
 
+    grad_scale_func: Any = None
+    """For a loop of your own: what schedules apply to the loss of each micro-batch before its backward pass."""
+
+    finalize_model_grads_func: Any = None
+    """For a loop of your own: what schedules call after the last backward pass, with the model's chunks and the number
+    of tokens that the losses were summed over."""
+
     def __post_init__(self) -> None:
         if self.params_dtype is None:
             self.params_dtype = dtype_of(fp16=self.fp16, bf16=self.bf16, fp64=self.fp64)

@@ -29,6 +29,7 @@ _RENAMED = {
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "layernorm_epsilon": "norm_epsilon",
+    "microbatch_group_size_per_vp_stage": "microbatch_group_size_per_virtual_pipeline_stage",
     "original_max_position_embeddings": "yarn_original_max_position_embeddings",
     "beta_fast": "yarn_beta_fast",
     "beta_slow": "yarn_beta_slow",
@@ -111,6 +112,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         if "bias_activation_fusion" in settings:
             fused = settings.pop("bias_activation_fusion")
             settings = {"bias_gelu_fusion": fused, "bias_swiglu_fusion": fused} | settings
+        if settings.get("cuda_graph_impl", "none") == "none":  # the flags of the training loop, which records graphs
+            settings = {name: value for name, value in settings.items() if not name.startswith("cuda_graph_")}
         if "persist_layer_norm" in settings:
             settings["no_persist_layer_norm"] = not settings.pop("persist_layer_norm")
         if {"activation_func", "gated_linear_unit"} & settings.keys():
@@ -188,6 +191,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         experts, pattern, none = self.num_moe_experts, self.moe_layer_freq, MoEConfig()
         if experts is None:
             given = [name for name, value in values_of(MoEConfig, self).items() if value != getattr(none, name)]
+            given = [name for name in given if name != "expert_tensor_parallel_size"]  # programs ask their rank grid
             if given:
                 yield Problem("num_moe_experts", f"is needed by {', '.join(given)}", fix="give it, or leave those out")
             return

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
@@ -59,7 +60,7 @@ def forward_backward_no_pipelining(
     only_forward = forward_only or collect_non_loss_data
     schedule = forward_only_schedule(1, num_microbatches) if only_forward else without_pipeline(num_microbatches)
     work = Work(forward_step_func, chunks, iterators, loss_transform, collect_non_loss_data)
-    return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, _NO_MESSAGES)).run()
+    return _run(PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, _NO_MESSAGES)))
 
 
 def forward_backward_pipelining(
@@ -97,7 +98,24 @@ def forward_backward_pipelining(
         options.get("collect_non_loss_data", False),
     )  # fmt: skip
     messages = Messages(schedule, groups, message_shape(config, groups, seq_length, micro_batch_size))
-    return PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=int(config.overlap_p2p_comm)).run()
+    return _run(PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=int(config.overlap_p2p_comm)))
+
+
+def _run(run: PipelineRun) -> list[MicroBatchResult]:
+    """All micro-batches, and the callbacks that a program's own loop has set in its configuration."""
+    config = getattr(unwrapped(run.work.chunks[0]), "config", None)  # a model of a program's own need not have one
+    if not isinstance(config, ModelParallelConfig):
+        return run.run()
+    if run.work.loss_transform is None:
+        run.work.loss_transform = config.grad_scale_func
+    results = run.run()
+    if config.finalize_model_grads_func is not None and run.schedule.has_backward:
+        device = next(run.work.chunks[0].parameters()).device
+        num_tokens = torch.zeros((), dtype=torch.float64, device=device)  # stages without the loss count none
+        for result in results:
+            num_tokens += result.num_tokens
+        config.finalize_model_grads_func(list(run.work.chunks), num_tokens)
+    return results
 
 
 def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:

@@ -82,6 +82,18 @@ def test_a_switch_is_answered(spec, caplog):
         assert [record.message for record in caplog.records] == [f"{spec.names[0]} {row.meaning}"]
 
 
+def test_a_configuration_takes_settings_at_the_defaults_of_megatron_lm():
+    """Programs copy whole configurations; what asks for nothing is taken, what asks for a capability is refused."""
+    rest = {"cuda_graph_impl": "none", "cuda_graph_warmup_steps": 3, "barrier_with_L1_time": True, "no_sync_func": None}
+    quiet = {"use_kitchen": False, "cpu_offloading": False, "mamba_state_dim": 128, "fp4_recipe": "nvfp4"}
+    config = TransformerConfig(
+        **SIZES, **rest, **quiet, expert_tensor_parallel_size=1, microbatch_group_size_per_vp_stage=2
+    )
+    assert config.use_kitchen is False and config.microbatch_group_size_per_virtual_pipeline_stage == 2
+    with pytest.raises(ConfigError, match="cpu_offloading True: activation offloading is not available yet"):
+        TransformerConfig(**SIZES, cpu_offloading=True)
+
+
 def test_a_value_that_is_not_available_is_refused_and_the_others_pass():
     assert problems_of("--optimizer muon") == ["--optimizer muon: this optimizer is not available yet; leave it out"]
     assert "is not available yet" in problems_of("--rerun-mode report_stats")[0]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.results import split_loss
 
@@ -28,6 +29,19 @@ def test_gradients_of_all_micro_batches_add_up():
     torch.testing.assert_close(model.weight.grad, expected)
     assert sum(result.num_tokens.item() for result in results) == 8
     assert results[0].logged["lm loss"].shape == (2,)
+
+
+def test_callbacks_of_a_programs_own_configuration_are_called_around_backward():
+    model, told = torch.nn.Linear(3, 1, bias=False), []
+    model.config = ModelParallelConfig(grad_scale_func=lambda loss: 4 * loss)
+    model.config.finalize_model_grads_func = lambda chunks, num_tokens: told.append((chunks, num_tokens.item()))
+    batches = [torch.randn(2, 3) for _ in range(3)]
+    returned = lambda output: (output.sum(), torch.tensor(2), {})  # noqa: E731
+    run(model, batches, returned)
+    torch.testing.assert_close(model.weight.grad, 4 * torch.cat(batches).sum(dim=0, keepdim=True))
+    assert told == [([model], 6)]
+    run(model, batches, returned, forward_only=True)
+    assert len(told) == 1
 
 
 def test_forward_only_leaves_no_gradient():
