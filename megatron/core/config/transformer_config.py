@@ -112,7 +112,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         if "bias_activation_fusion" in settings:
             fused = settings.pop("bias_activation_fusion")
             settings = {"bias_gelu_fusion": fused, "bias_swiglu_fusion": fused} | settings
-        if settings.get("cuda_graph_impl", "none") == "none":  # the flags of the training loop, which records graphs
+        settings.pop("barrier_with_L1_time", None)  # this and the next are flags of the training loop
+        if settings.get("cuda_graph_impl", "none") == "none":
             settings = {name: value for name, value in settings.items() if not name.startswith("cuda_graph_")}
         if "persist_layer_norm" in settings:
             settings["no_persist_layer_norm"] = not settings.pop("persist_layer_norm")

@@ -13,6 +13,7 @@ starts to reduce a bucket with the last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -107,7 +108,7 @@ def _run(run: PipelineRun) -> list[MicroBatchResult]:
     if not isinstance(config, ModelParallelConfig):
         return run.run()
     if run.work.loss_transform is None:
-        run.work.loss_transform = config.grad_scale_func
+        run.work = replace(run.work, loss_transform=config.grad_scale_func)
     results = run.run()
     if config.finalize_model_grads_func is not None and run.schedule.has_backward:
         device = next(run.work.chunks[0].parameters()).device
