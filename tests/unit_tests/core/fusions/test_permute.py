@@ -22,6 +22,7 @@ from megatron.core.fusions.permute import (
     sort_choices,
 )
 from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
+from tests.test_utils.unstable_sort import make_sorts_unstable
 
 KEYS = 5
 DOUBLE = torch.float64
@@ -35,7 +36,8 @@ def keys_of(tokens, choices, seed=0, dropped=0.2, num_keys=KEYS):
     return key.masked_fill(torch.rand(tokens, choices, generator=generator) < dropped, num_keys)
 
 
-def test_rows_are_sorted_by_key_then_token_and_those_of_none_come_last():
+def test_rows_are_sorted_by_key_then_token_and_those_of_none_come_last(monkeypatch):
+    make_sorts_unstable(monkeypatch)
     key = torch.tensor([[2, 0], [5, 2], [0, 1], [2, 5]])
     permutation = sort_choices(key, KEYS)
     assert permutation.token_r.tolist() == [0, 2, 2, 0, 1, 3, -1, -1]

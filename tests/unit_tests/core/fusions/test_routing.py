@@ -92,3 +92,11 @@ def test_logits_that_are_not_finite_are_counted_and_choose_experts_that_exist():
     _, sums = weigh_triton(logits, experts, "softmax", 1.0, True)
     assert sums is not None and sums.nonfinite_b.tolist() == [4.0, 11.0]
     assert sums.choices_be.sum(1).tolist() == [18.0, 18.0]
+
+
+@pytest.mark.parametrize("kind, chosen", [("softmax", [0, 2, 3]), ("softmax before", [0, 1, 2])])
+def test_scores_that_underflow_are_equal(kind, chosen):
+    logits = torch.tensor([[[200.0, 0.0, 50.0, 3.0]]], device=DEVICE)
+    function, before = RULES[kind]
+    assert RoutingRule(4, 3, function, before).choose(logits).flatten().tolist() == chosen
+    assert choose_triton(logits, None, kind, 3).flatten().tolist() == chosen

@@ -173,6 +173,7 @@ EXPERT_SPECS = {
     "deepseek": {
         **EXPERTS, "swiglu": True, "add_bias_linear": False, "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True, "moe_shared_expert_intermediate_size": 16, "moe_layer_freq": [0, 1, 1],
+        "mtp_num_layers": 1,
     },
     "gpt-oss": {**EXPERTS, "quick_geglu": True, "softmax_type": "learnable", "moe_router_topk": 4},
     "biases": {

@@ -139,6 +139,7 @@ KINDS = {
                     "moe_aux_loss_coeff": [0.5, 0.7], "moe_z_loss_coeff": 0.2, "moe_router_num_groups": 4,
                     "moe_router_group_topk": 2, "moe_router_score_function": "sigmoid",
                     "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1},
+    "one loss": {"moe_aux_loss_coeff": [0.3]},
     "sinkhorn": {"moe_router_load_balancing_type": ["sinkhorn"]},
     "forced": {"moe_router_force_load_balancing": True, "moe_aux_loss_coeff": [0.3]},
 }  # fmt: skip
@@ -189,7 +190,7 @@ LAYOUTS = {"tp2": (2, 2, 1), "cp2": (2, 1, 2), "dp2": (2, 1, 1), "tp2 cp2": (4, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_change_neither_experts_nor_losses_nor_gradients(gloo_pool, kind, layout):
     world_size, tp, cp = LAYOUTS[layout]
-    micro_batch = 2 if kind in ("losses", "sinkhorn", "forced") else 1
+    micro_batch = 2 if kind in ("losses", "one loss", "sinkhorn", "forced") else 1
     _compare(
         gloo_pool.run(trained, world_size, kind, tp, cp, micro_batch),
         gloo_pool.run(trained, 1, kind, 1, 1, 2),

@@ -55,6 +55,8 @@ def run_layer(config, groups, data, experts_class=SequentialExperts):
     dispatched = dispatcher.dispatch(tokens, Routing(choices, weights))
     output = dispatcher.combine(experts(dispatched.rows, dispatched.ends, dispatched.weights), dispatched)
     output.backward(upstream)
+    for param in experts.parameters():
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # another rank adds the bias
     pieces = [
         (name, spec.shape, local_rectangle(spec, groups), local_view(param.grad, spec, groups).clone())
         for name, param, spec in named_specs(experts)
@@ -129,6 +131,13 @@ def test_every_layout_equals_one_rank(gloo_pool, layout, kind, dropped, skewed):
     data = batch(dropped, skewed)
     results = gloo_pool.run(on_ranks, world, ep, etp, {"moe_token_dispatcher_type": kind}, data)
     compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
+
+
+@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+def test_plain_activations_and_biases_equal_one_rank_too(gloo_pool, kind):
+    overrides, data = {"swiglu": False, "add_bias_linear": True, "moe_token_dispatcher_type": kind}, batch(0.2)
+    expected = run_layer(config_of(**overrides), SINGLE_PROCESS, data)
+    compare(gloo_pool.run(on_ranks, 4, 2, 2, overrides, data), expected)
 
 
 FACTOR = 1.25

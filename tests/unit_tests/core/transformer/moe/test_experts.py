@@ -214,6 +214,13 @@ def test_group_of_rows():
     assert group_of_rows(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 5).tolist() == [1, 1, 3, -1, -1]
 
 
+def test_xavier_values_are_as_large_as_in_one_expert_alone():
+    experts = build(init_method_xavier_uniform=True)
+    for weight, fan_in, fan_out in ((experts.linear_fc1.weight, 16, 2 * 24), (experts.linear_fc2.weight, 24, 16)):
+        bound = (6 / (fan_in + fan_out)) ** 0.5
+        assert 0.95 * bound < weight.abs().max() <= bound
+
+
 def test_recomputed_activations_give_the_same_gradients():
     results = []
     for overrides in ({}, {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}):

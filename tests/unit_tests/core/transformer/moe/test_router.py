@@ -6,11 +6,13 @@ import torch.nn.functional as F
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions.dispatch import ByDevice
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute
 from megatron.core.transformer.side_losses import SideLosses
@@ -231,6 +233,22 @@ def test_gradients_of_an_fp32_router_are_rounded_once():
         assert error.max() < 1e-4 * exact.abs().max()
 
 
+def test_gradients_of_an_fp64_router_are_rounded_once():
+    router, x = make_router(params_dtype=torch.bfloat16, moe_router_dtype="fp64"), hidden(64, 8, dtype=torch.bfloat16)
+    x.requires_grad_()
+    target = torch.randn(64, 8, 8, dtype=DOUBLE)
+    router._logits(x).backward(target)
+    exact = target @ router.weight.detach().double()  # of the two bf16 factors that serve fp32, some would be off
+    assert torch.equal(x.grad, exact.bfloat16())
+
+
+def test_global_losses_take_the_last_batch_and_no_other():
+    router = make_router(moe_router_load_balancing_type=["global_aux_loss"], moe_aux_loss_coeff=[1.0])
+    for counts in (torch.arange(8), torch.arange(8).flip(0)):
+        router.end_step({"_choices_per_expert": counts.double()})
+        assert torch.equal(router.last_choices, counts)
+
+
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 GROUPED = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
 
@@ -256,6 +274,18 @@ def test_balancing_losses_know_no_bias_groups_and_capacity(other):
     for mine, theirs in zip(plain, others):
         torch.testing.assert_close(theirs, mine)
     assert plain[1].tolist() == experts.flatten().bincount(minlength=8).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "weighs", "chooses"),
+    [({}, True, True), (GROUPED, True, False), ({"moe_router_load_balancing_type": ["sinkhorn"]}, False, False)],
+)
+def test_kernels_are_for_all_but_sinkhorn_and_choices_among_groups(monkeypatch, settings, weighs, chooses):
+    for served in (True, False):
+        monkeypatch.setattr(router_module, "kernels_serve", lambda dtype, wanted, served=served: served)
+        router = make_router(**settings)
+        found = [isinstance(each, ByDevice) for each in (router._weigh, router._choose_by_score)]
+        assert found == [served and weighs, served and chooses]
 
 
 @pytest.mark.parametrize("settings", [{}, {"moe_router_pre_softmax": True}, {**BIASED,

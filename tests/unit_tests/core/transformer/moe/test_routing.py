@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.routing import (
     top_k,
     within_capacity,
 )
+from tests.test_utils.unstable_sort import make_sorts_unstable
 
 DOUBLE = torch.float64
 
@@ -86,7 +87,8 @@ def test_gradients_of_weights_are_those_of_differences(rule):
     torch.autograd.gradcheck(lambda z: rule.weigh(z, experts), logits)
 
 
-def test_equal_scores_are_won_by_lower_numbers():
+def test_equal_scores_are_won_by_lower_numbers(monkeypatch):
+    make_sorts_unstable(monkeypatch)
     assert top_k(torch.tensor([[1.0, 3.0, 2.0, 3.0, 3.0]]), 4).tolist() == [[1, 3, 4, 2]]
     assert RoutingRule(8, 3).choose(torch.zeros(2, 8, dtype=torch.bfloat16)).tolist() == [[0, 1, 2]] * 2
     assert RoutingRule(8, 2, "sigmoid", False, 4, 2).choose(torch.zeros(1, 8)).tolist() == [[0, 1]]
@@ -154,6 +156,15 @@ def test_sinkhorn_chooses_as_the_loop_that_stops(scale):
     torch.testing.assert_close(scores / scores.sum(1, keepdim=True), expected / expected.sum(1, keepdim=True))
     loads = top_k(scores, 2).flatten().bincount(minlength=8)
     assert loads.max() <= top_k(z, 2).flatten().bincount(minlength=8).max()
+
+
+def test_sinkhorn_that_does_not_converge_ends_after_32_iterations():
+    z = torch.tensor([[8.0, 0.0, 0.0], [8.0, 0.0, 1.0], [9.0, 0.0, 0.0]], dtype=DOUBLE)
+    cost, scale = (z - z.amax(1, keepdim=True)).exp(), torch.ones(3, dtype=DOUBLE)
+    for _ in range(32):
+        before, scale = scale, 1 / (3 * ((1 / (3 * (cost @ scale + 1e-8))) @ cost + 1e-8))
+    assert (scale - before).abs().mean() > 1e-4
+    torch.testing.assert_close(sinkhorn_scores(z, SINGLE_PROCESS.tp_cp), cost * scale, rtol=1e-9, atol=0)
 
 
 def test_sinkhorn_of_16_bit_logits_is_fp32():
