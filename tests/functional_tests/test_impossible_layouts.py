@@ -38,8 +38,8 @@ def problems(flags, world_size):
         ),
         (
             "--micro-batch-size 1 --tensor-model-parallel-size 2 --distribute-saved-activations --use-torch-fsdp2"
-            " --use-distributed-optimizer --num-distributed-optimizer-instances 3", 4,
-            ["--distribute-saved-activations", "--use-torch-fsdp2", "--num-distributed-optimizer-instances 3"],
+            " --ddp-bucket-size 1000 --num-distributed-optimizer-instances 3", 4,
+            ["--distribute-saved-activations", "--ddp-bucket-size 1000", "--num-distributed-optimizer-instances 3"],
         ),
         ("--micro-batch-size 3", 2, ["--global-batch-size 8", "6", "12"]),
     ],
