@@ -36,7 +36,9 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
         return 0
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     rows = ours.tensors[WORDS].shape[0]
     tokens = torch.randint(rows, (2, min(LENGTH, cfg.seq_length or LENGTH)), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

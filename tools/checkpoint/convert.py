@@ -15,37 +15,39 @@ import os
 import sys
 
 # tools/checkpoint holds an inspect.py: the standard library's must not be found there
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import argparse  # noqa: E402
-import dataclasses  # noqa: E402
-import errno  # noqa: E402
-import json  # noqa: E402
-import shutil  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import dataclasses
+import errno
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointError  # noqa: E402
-from megatron.core.export.files import Target  # noqa: E402
-from megatron.core.export.hf import save_hf  # noqa: E402
-from megatron.core.export.interchange import Interchange  # noqa: E402
-from megatron.core.export.megatron_lm import save_megatron_torch_dist  # noqa: E402
-from megatron.core.export.native import save_native, save_safetensors  # noqa: E402
-from megatron.core.sharding.lazy_tensor import LazyTensor  # noqa: E402
-from megatron.training.arguments import config_to_dict, parse_args, validate_args  # noqa: E402
-from megatron.training.checkpoint.files import TRACKER  # noqa: E402
-from megatron.training.checkpoint.other_formats import (  # noqa: E402
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.export.files import Target
+from megatron.core.export.hf import save_hf
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.megatron_lm import save_megatron_torch_dist
+from megatron.core.export.native import save_native, save_safetensors
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.training.arguments import config_to_dict, parse_args, validate_args
+from megatron.training.checkpoint.files import TRACKER
+from megatron.training.checkpoint.other_formats import (
     MODEL,
     check_tensors,
     expected_tensors,
     vocabulary_of,
     with_settings,
 )
-from megatron.training.checkpoint.schema import malformed  # noqa: E402
-from megatron.training.checkpoint.settings import software_versions  # noqa: E402
-from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
-from tools.checkpoint import formats  # noqa: E402
-from tools.checkpoint.formats import say  # noqa: E402
+from megatron.training.checkpoint.schema import malformed
+from megatron.training.checkpoint.settings import software_versions
+from megatron.training.config.pretrain_config import PretrainConfig
+from tools.checkpoint import formats
+from tools.checkpoint.formats import say
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "--target-expert-parallel-size",
@@ -91,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
         args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
     )
     cfg = completed(source, flags, loader, args.load_dir)
-    if args.no_optimizer or "train_state" not in source.objects or saver == "hf":
+    trained = "optimizer" in source.objects or source.objects.get("iteration")
+    if args.no_optimizer or not trained or saver == "hf":
         source.tensors = {name: each for name, each in source.tensors.items() if not name.startswith("optimizer.")}
         source.objects = {}
     source.tensors = {name: cast(name, each, args.dtype) for name, each in source.tensors.items()}
@@ -129,10 +132,10 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
     cfg = with_settings(parse_args(flags, args_defaults=given, needs_data=False), source.settings, where)
     longest = cfg.max_position_embeddings or cfg.seq_length
-    cfg = dataclasses.replace(
-        cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest,
-        tokenizer_type=cfg.tokenizer_type or "NullTokenizer",
-    )  # fmt: skip
+    cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
+    if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
+        cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
+    cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")
     cfg = validate_args(cfg, 1, announce=False)
     check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
     model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
@@ -189,8 +192,7 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     settings = source.settings
     release = "train_state" not in objects
     name = "release" if release else f"iter_{objects['iteration']:07d}"
-    if any(asset.startswith("tokenizer/") for asset in source.assets) and settings.get("tokenizer_model"):
-        settings = {**settings, "tokenizer_model": str(target.final / name / "tokenizer")}
+    settings = {**settings, **own_tokenizer(source, target.final / name)}
     run = [each for each in settings if each not in MODEL]
     objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
     objects["args"] = json.loads(json.dumps(objects["args"], default=str))
@@ -201,10 +203,20 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     (target.folder / TRACKER).write_text(tracker)
 
 
+def own_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:
+    """The settings that name a tokenizer's files, where these go along, by the places that they will have."""
+    files = {Path(asset).name for asset in source.assets if asset.startswith("tokenizer/")}
+    named = {key: source.settings.get(key) for key in ("tokenizer_model", "vocab_file", "merge_file")}
+    places = {key: Path(value).name for key, value in named.items() if value and files}
+    return {key: str(folder / "tokenizer" / file) if file in files else str(folder / "tokenizer")
+            for key, file in places.items()}  # fmt: skip
+
+
 def how_to_load(folder: str, source: Interchange) -> str:
     """What to type next."""
     if "train_state" in source.objects:
-        return f"go on training with: --load {folder} --use-checkpoint-args --no-load-rng, and the run's own flags"
+        fresh = "" if "optimizer" in source.objects else " --no-load-optim"
+        return f"go on with: --load {folder} --use-checkpoint-args --no-load-rng{fresh}, and the run's own flags"
     return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and a --save of your own"
 
 

@@ -14,20 +14,21 @@ import os
 import sys
 
 # tools/checkpoint holds an inspect.py, this file: the standard library's must be found instead
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import argparse  # noqa: E402
-import math  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
 
-import torch  # noqa: E402
+import torch
 
-from megatron.core.export.files import size_of  # noqa: E402
-from megatron.core.export.interchange import Interchange  # noqa: E402
-from megatron.core.sharding.lazy_tensor import LazyTensor  # noqa: E402
-from megatron.core.sharding.sharded_tensor import DTYPE_NAMES  # noqa: E402
-from tools.checkpoint import formats  # noqa: E402
+from megatron.core.export.files import size_of
+from megatron.core.export.interchange import Interchange
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from megatron.core.sharding.sharded_tensor import DTYPE_NAMES
+from tools.checkpoint import formats
 
 
 def parser() -> argparse.ArgumentParser:

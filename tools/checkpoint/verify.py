@@ -11,20 +11,21 @@ import os
 import sys
 
 # tools/checkpoint holds an inspect.py: the standard library's must not be found there
-sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-import argparse  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-import torch  # noqa: E402
+import torch
 
-from megatron.core.config.errors import UserError  # noqa: E402
-from megatron.core.dist_checkpointing.reader import CheckpointReader  # noqa: E402
-from megatron.core.export.interchange import Interchange  # noqa: E402
-from megatron.training.checkpoint.files import saved_iterations  # noqa: E402
-from tools.checkpoint import formats  # noqa: E402
-from tools.checkpoint.convert import completed  # noqa: E402
+from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.export.interchange import Interchange
+from megatron.training.checkpoint.files import saved_iterations
+from tools.checkpoint import formats
+from tools.checkpoint.convert import completed
 
 
 def parser() -> argparse.ArgumentParser:

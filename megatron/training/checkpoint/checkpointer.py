@@ -341,9 +341,9 @@ class Checkpointer:
                 if found is not None:
                     self._continued_from = self._continuation(found, finetune)
                     return [found.directory, found.iteration, found.release, finetune or found.release]
-            if cfg.exit_on_missing_checkpoint:
+            if cfg.exit_on_missing_checkpoint and cfg.load_hf is None:
                 raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
-            if cfg.load is not None:
+            if cfg.load is not None and cfg.load_hf is None:
                 logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
             return None
 

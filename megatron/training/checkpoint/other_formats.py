@@ -149,10 +149,15 @@ def vocabulary_of(tensors: Mapping[str, LazyTensor], where: str | os.PathLike) -
 
 
 def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
-    """``cfg`` (not yet resolved) with the settings of --load-hf; unchanged without that flag."""
-    if cfg.load_hf is None:
+    """``cfg`` (not yet resolved) with the settings of --load-hf, and its tokenizer where no flag names one; unchanged
+    without that flag."""
+    folder = cfg.load_hf
+    if folder is None:
         return cfg
-    return with_settings(cfg, load_hf_settings(cfg.load_hf), f"--load-hf {cfg.load_hf}")
+    named = {"tokenizer_type", "tokenizer_model"} & cfg.explicit
+    if not named and os.path.isfile(os.path.join(folder, "tokenizer.json")):
+        cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
+    return with_settings(cfg, load_hf_settings(folder), f"--load-hf {folder}")
 
 
 def load_hf_weights(

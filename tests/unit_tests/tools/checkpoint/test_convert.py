@@ -1,0 +1,322 @@
+"""tools/checkpoint/convert.py: every pair of formats keeps every bit, and what does not fit ends in one message."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing import CheckpointReader
+from megatron.core.export.files import Target, read_safetensors
+from megatron.core.export.hf import load_hf
+from megatron.core.export.native import load_native, load_safetensors, save_safetensors
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from tests.test_utils.hf_folders import LLAMA, random_model, tiny_llama
+from tools.checkpoint import convert, formats
+
+ROOT = Path(__file__).resolve().parents[4]
+QUERY = "model.decoder.layers.0.self_attention.linear_qkv.weight"
+OUTPUT = "model.output_layer.weight"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The same weights in four formats."""
+    folder = tmp_path_factory.mktemp("formats")
+    tiny_llama(folder / "hf", dtype=torch.bfloat16)
+    converted(folder / "hf", folder / "native", "native")
+    converted(folder / "native", folder / "safetensors", "safetensors")
+    converted(folder / "native", folder / "megatron_torch_dist", "megatron_torch_dist")
+    return folder
+
+
+def converted(source, target, saver, *flags):
+    """The folder that the tool makes."""
+    places = ["--load-dir", str(source), "--save-dir", str(target)]
+    assert convert.main(["--saver", saver, *places, "--no-checking", *flags]) == 0
+    return target
+
+
+def refused(source, target, *flags, saver="native"):
+    """The message of a conversion that leaves no target."""
+    with pytest.raises(UserError) as caught:
+        converted(source, target, saver, *flags)
+    assert not target.exists()
+    return str(caught.value)
+
+
+def values(interchange):
+    read = {name: tensor.read() for name, tensor in interchange.tensors.items()}
+    return {name: (tensor.dtype, tensor.double().numpy().tobytes()) for name, tensor in read.items()}
+
+
+@pytest.mark.parametrize("saver", formats.SAVERS)
+@pytest.mark.parametrize("loader", formats.SAVERS)
+def test_every_pair_of_formats_keeps_every_bit(folders, tmp_path, loader, saver):
+    converted(folders / loader, tmp_path / "out", saver, "--loader", loader)
+    kind, found = formats.open_checkpoint(str(tmp_path / "out"), "auto")
+    assert kind == saver
+    assert values(found) == values(load_hf(folders / "hf"))
+
+
+def test_a_release_has_checksums_a_tracker_and_all_settings_of_the_model(folders):
+    reader = CheckpointReader(folders / "native" / "release")
+    reader.verify()
+    assert (folders / "native" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    args = reader.objects["args"]
+    assert (args["num_layers"], args["swiglu"], args["position_embedding_type"]) == (2, True, "rope")
+    assert args["vocab_size"] == 64 and args["untie_embeddings_and_output_weights"]
+
+
+def test_a_tokenizer_goes_along_and_settings_name_the_place_where_it_will_be(folders, tmp_path):
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    native = converted(tmp_path / "hf", tmp_path / "native", "native")
+    args = CheckpointReader(native / "release").objects["args"]
+    assert args["tokenizer_type"] == "HuggingFaceTokenizer"
+    assert args["tokenizer_model"] == str(native / "release" / "tokenizer")
+    assert (native / "release" / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    assert (converted(native, tmp_path / "again", "hf") / "tokenizer.json").read_text() == "{}"
+
+
+def test_files_are_of_bounded_size(folders, tmp_path):
+    out = converted(folders / "native", tmp_path / "out", "safetensors", "--max-shard-size", "0.00001")
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 3 and all(path.stat().st_size < 15_000 for path in files)
+    assert values(load_safetensors(out)) == values(load_native(folders / "native" / "release"))
+
+
+def test_weights_can_be_cast_on_the_way(folders, tmp_path):
+    out = converted(folders / "native", tmp_path / "out", "hf", "--dtype", "fp32")
+    assert {tensor.dtype for tensor in read_safetensors(out / "model.safetensors").values()} == {torch.float32}
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+
+
+def test_spellings_of_megatron_lms_tool_are_taken(folders, tmp_path, capsys):
+    flags = ["--loader", "mcore", "--model-type", "GPT", "--target-tensor-parallel-size", "2"]
+    converted(folders / "native", tmp_path / "out", "core", *flags, "--true-vocab-size", "64")
+    assert "--target-tensor-parallel-size: without effect" in capsys.readouterr().err
+    CheckpointReader(tmp_path / "out" / "release").verify()
+
+
+def test_training_state_goes_along_and_is_left_out_where_asked(folders, tmp_path):
+    model = random_model(LLAMA, 64)
+    moments = {name.replace("model.", f"optimizer.{kind}.", 1): tensor
+               for kind in ("exp_avg", "exp_avg_sq") for name, tensor in model.tensors.items()}  # fmt: skip
+    model.tensors |= moments
+    state = {"consumed_train_samples": 24, "consumed_valid_samples": 0, "floating_point_operations": 1.0,
+             "iteration": 3, "skipped_iterations": 0, "skipped_train_samples": 0}  # fmt: skip
+    model.objects = {"iteration": 3, "train_state": state, "optimizer": {"step": 3, "grad_scaler": {}}}
+    with Target(tmp_path / "state") as target:
+        cfg = convert.completed(model, [], "hf", "model")
+        convert.write(model, cfg, "native", target, 0, 10**9)
+    found = load_native(tmp_path / "state" / "iter_0000003")
+    assert found.objects["train_state"] == state and found.tensors.keys() == model.tensors.keys()
+    weights = converted(tmp_path / "state", tmp_path / "weights", "native", "--no-optimizer")
+    assert not any(name.startswith("optimizer.") for name in CheckpointReader(weights / "release").names)
+    del model.tensors["optimizer.exp_avg.output_layer.weight"]
+    with pytest.raises(UserError, match=r"optimizer\.exp_avg\.output_layer\.weight is missing, expected \[64, 32\]"):
+        convert.completed(model, [], "hf", "model")
+
+
+# ---- what does not fit
+
+
+@pytest.fixture
+def plain(folders, tmp_path):
+    """Writes the weights, changed by a function of their table, as safetensors without settings."""
+
+    def write(change=lambda tensors: None):
+        found = load_native(folders / "native" / "release")
+        change(found.tensors)
+        with Target(tmp_path / "plain") as target:
+            save_safetensors(found, target)
+            target.publish()
+        (tmp_path / "plain" / "settings.json").unlink()
+        return tmp_path / "plain"
+
+    return write
+
+
+def test_settings_that_a_format_does_not_know_are_flags(plain, folders, tmp_path):
+    out = converted(plain(), tmp_path / "out", "native", "--", *LLAMA)
+    assert values(load_native(out / "release")) == values(load_native(folders / "native" / "release"))
+
+
+def test_without_these_flags_all_that_are_missing_are_named(plain, tmp_path):
+    message = refused(plain(), tmp_path / "out")
+    assert "--num-layers" in message and "--num-attention-heads" in message
+
+
+def test_a_renamed_tensor_is_named_with_the_one_that_is_missing(plain, tmp_path):
+    def rename(tensors):
+        tensors["model.decoder.layers.0.attention.qkv.weight"] = tensors.pop(QUERY)
+
+    message = refused(plain(rename), tmp_path / "out", *LLAMA)
+    assert f"{QUERY} is missing, expected [2, 32, 32]" in message
+    assert "model.decoder.layers.0.attention.qkv.weight [2, 32, 32] is not expected" in message
+
+
+def test_another_shape_is_named_with_the_expected_one(plain, tmp_path):
+    def cut(tensors):
+        tensors[QUERY] = LazyTensor.of(tensors[QUERY].read()[:, :16].contiguous())
+
+    assert f"{QUERY} has shape [2, 16, 32], expected [2, 32, 32]" in refused(plain(cut), tmp_path / "out", *LLAMA)
+
+
+def test_whole_numbers_are_no_weights(plain, tmp_path):
+    def count(tensors):
+        tensors[QUERY] = LazyTensor.of(tensors[QUERY].read().int())
+
+    assert f"{QUERY} holds torch.int32, expected floating point" in refused(plain(count), tmp_path / "out", *LLAMA)
+
+
+def test_tied_weights_for_an_untied_model_name_the_flag(plain, tmp_path):
+    message = refused(plain(lambda tensors: tensors.pop(OUTPUT)), tmp_path / "out", *LLAMA)
+    assert f"{OUTPUT} is missing" in message and "leave out --untie-embeddings-and-output-weights" in message
+
+
+def test_untied_weights_for_a_tied_model_name_the_flag(plain, tmp_path):
+    message = refused(plain(), tmp_path / "out", *LLAMA[:-1])
+    assert f"{OUTPUT} [64, 32] is not expected" in message and "add --untie-embeddings-and-output-weights" in message
+
+
+def test_another_vocabulary_is_named(plain, tmp_path):
+    message = refused(plain(), tmp_path / "out", *LLAMA, "--vocab-size", "65")
+    assert "--vocab-size is 65, there it is 64" in message
+
+
+def test_flags_that_contradict_a_formats_settings_are_named_with_both_values(folders, tmp_path):
+    message = refused(folders / "hf", tmp_path / "out", "--num-layers", "3")
+    assert "--num-layers is 3, there it is 2" in message
+
+
+def test_another_architecture_is_refused(folders, tmp_path):
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "mamba"}))
+    assert "mamba" in refused(tmp_path / "hf", tmp_path / "out")
+
+
+def test_a_truncated_file_is_named_with_its_tensor(folders, tmp_path):
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    message = refused(tmp_path / "hf", tmp_path / "out")
+    assert "model.safetensors: truncated: tensor " in message
+
+
+def test_a_missing_shard_is_named(folders, tmp_path):
+    out = converted(folders / "native", tmp_path / "sharded", "safetensors", "--max-shard-size", "0.00001")
+    sorted(out.glob("*.safetensors"))[2].unlink()
+    assert "model-00003-of-" in refused(out, tmp_path / "out")
+
+
+def test_a_damaged_native_checkpoint_is_found_while_it_is_read(folders, tmp_path):
+    shutil.copytree(folders / "native", tmp_path / "native")
+    path = tmp_path / "native" / "release" / "model_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-10] ^= 1
+    path.write_bytes(data)
+    assert "is damaged (its checksum does not match)" in refused(tmp_path / "native", tmp_path / "out", saver="hf")
+
+
+def test_a_target_that_exists_is_refused_and_left_alone(folders, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("mine")
+    with pytest.raises(UserError, match="exists already"):
+        converted(folders / "hf", tmp_path / "out", "native")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["precious"]
+    (tmp_path / "empty").mkdir()
+    converted(folders / "hf", tmp_path / "empty", "native")
+
+
+def test_a_folder_that_is_being_written_is_refused_on_both_sides(folders, tmp_path):
+    with Target(tmp_path / "out", "another conversion") as target:
+        target.write("model.safetensors", {"a": LazyTensor.of(torch.ones(3))}, {})
+        assert "an unfinished conversion" in refused(target.folder, tmp_path / "copy")
+        command = "import sys; from megatron.core.export.files import Target; Target(sys.argv[1], 'mine')"
+        assert "another process is making it" in run_python(command, tmp_path / "out").stderr
+
+
+def test_a_folder_of_no_known_format_is_named(tmp_path):
+    (tmp_path / "in").mkdir()
+    assert "looks like none of" in refused(tmp_path / "in", tmp_path / "out")
+    assert "there is no such folder" in refused(tmp_path / "nothing", tmp_path / "out")
+
+
+# ---- interruptions
+
+KILLED = """
+import os, signal, sys
+from megatron.core.export import files
+from tools.checkpoint import convert
+write, left = files._write, [int(sys.argv[1])]
+def dying(file, name, tensor):
+    for checksum in write(file, name, tensor):
+        yield checksum
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+files._write = dying
+sys.exit(convert.main(sys.argv[2:]))
+"""
+LIMITED = """
+import resource, sys
+from tools.checkpoint import convert, formats
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
+sys.exit(formats.program(convert.main))
+"""
+
+
+def run_python(program, *arguments):
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+
+
+@pytest.mark.parametrize("saver", ["native", "hf"])
+def test_a_killed_conversion_leaves_no_target_and_goes_on(folders, tmp_path, capsys, saver):
+    flags = ["--saver", saver, "--load-dir", str(folders / "native"), "--save-dir", str(tmp_path / "out"),
+             "--max-shard-size", "0.00001", "--no-checking"]  # fmt: skip
+    assert run_python(KILLED, 9, *flags).returncode == -9
+    assert not (tmp_path / "out").exists()
+    hidden = tmp_path / ".out.converting"
+    complete = [json.loads(line)[0] for line in (tmp_path / ".out.converting.journal").read_text().splitlines()[1:]]
+    assert len(complete) > 1
+    times = {name: (hidden / name).stat().st_mtime_ns for name in complete}
+    damaged = hidden / complete[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    assert convert.main(flags) == 0
+    assert "were complete already" in capsys.readouterr().err
+    after = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in complete}
+    assert [name for name in complete if after[name] != times[name]] == complete[:1]  # the damaged one was made anew
+    assert values(formats.open_checkpoint(str(tmp_path / "out"), saver)[1]) == values(load_hf(folders / "hf"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_conversion_to_the_same_place_starts_anew(folders, tmp_path, capsys):
+    flags = ["--load-dir", str(folders / "native"), "--save-dir", str(tmp_path / "out"), "--max-shard-size", "0.00001"]
+    assert run_python(KILLED, 9, "--saver", "native", *flags).returncode == -9
+    assert convert.main(["--saver", "native", "--dtype", "fp32", *flags]) == 0
+    assert "were complete already" not in capsys.readouterr().err
+    found = load_native(tmp_path / "out" / "release")
+    assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
+
+
+def test_no_space_is_one_message_and_no_target(folders, tmp_path):
+    result = run_python(LIMITED, "--saver", "native", "--load-dir", folders / "hf", "--save-dir", tmp_path / "out")
+    assert result.returncode == 1 and "no space" in result.stderr and "repeat the command" in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
+
+
+def test_too_little_space_is_refused_before_anything_is_copied(folders, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    message = refused(folders / "hf", tmp_path / "out")
+    assert "0.00 GB are free there" in message

@@ -1,0 +1,137 @@
+"""tools/checkpoint/inspect.py and verify.py: what they show, what they find, and their exit codes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.core.export.files import Target
+from megatron.core.export.native import load_native, save_safetensors
+from megatron.core.sharding.lazy_tensor import LazyTensor
+from tests.test_utils.hf_folders import tiny_llama
+from tools.checkpoint import convert, inspect, verify
+
+ROOT = Path(__file__).resolve().parents[4]
+FINAL = "model.decoder.final_layernorm.weight"
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("native")
+    tiny_llama(folder / "hf")
+    places = ["--load-dir", str(folder / "hf"), "--save-dir", str(folder / "native")]
+    assert convert.main(["--saver", "native", *places, "--no-checking"]) == 0
+    return folder / "native"
+
+
+def changed(native, folder, change):
+    """Plain safetensors of the same weights, after ``change``."""
+    found = load_native(native / "release")
+    change(found.tensors)
+    with Target(folder) as target:
+        save_safetensors(found, target)
+        target.publish()
+    return folder
+
+
+def set_value(value):
+    def change(tensors):
+        values = tensors[FINAL].read()
+        values[3] = value
+        tensors[FINAL] = LazyTensor.of(values)
+
+    return change
+
+
+def test_the_tree_shows_shapes_types_and_norms(native, capsys):
+    assert inspect.main([str(native), "--norms"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"folder {native}  format native  tensors 15  parameters 22,688")
+    norm = load_native(native / "release").tensors[FINAL].read().norm().item()
+    (line,) = [line for line in lines if f"norm {norm:.6g}" in line]
+    assert line.split()[:3] == ["weight", "32", "F32"]
+    at = next(number for number, line in enumerate(lines) if line.strip() == "final_layernorm")
+    assert lines[at - 1].strip() == "decoder" and lines[at + 1] == line
+
+
+def test_json_holds_the_same(native, capsys):
+    assert inspect.main([str(native), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["names"][FINAL] == {"shape": [32], "dtype": "F32", "bytes": 128}
+    assert found["settings"]["num_layers"] == 2 and found["parameters"] == 22688
+
+
+def test_two_formats_of_the_same_weights_are_equal(native, capsys):
+    assert inspect.main([str(native), str(native.parent / "hf")]) == 0
+    assert "15 tensors are equal, 0 differ" in capsys.readouterr().out
+
+
+def test_what_differs_is_named_with_how_much(native, tmp_path, capsys):
+    before = load_native(native / "release").tensors[FINAL].read()[3].item()
+    other = changed(native, tmp_path / "other", set_value(before + 0.5))
+    assert inspect.main([str(native), str(other), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["differ"].keys() == {FINAL} and found["equal"] == 14
+    assert found["differ"][FINAL]["elements"] == 1
+    assert found["differ"][FINAL]["largest difference"] == pytest.approx(0.5)
+    assert inspect.main([str(native), str(other), "--tolerance", "0.6"]) == 0
+
+
+def test_names_of_one_alone_and_other_shapes_are_named(native, tmp_path, capsys):
+    def change(tensors):
+        tensors["model.extra"] = tensors.pop("model.output_layer.weight")
+        tensors[FINAL] = LazyTensor.of(torch.ones(16))
+
+    assert inspect.main([str(native), str(changed(native, tmp_path / "other", change))]) == 1
+    out = capsys.readouterr().out
+    assert "only in the first: model.output_layer.weight" in out and "only in the second: model.extra" in out
+    assert f"{FINAL}: shapes [32] | [16]" in out
+
+
+def test_a_whole_checkpoint_of_each_format_is_whole(native, tmp_path, capsys):
+    for folder in (native, native.parent / "hf", changed(native, tmp_path / "plain", lambda tensors: None)):
+        assert verify.main([str(folder)]) == 0
+        assert "whole" in capsys.readouterr().out
+
+
+def test_every_damaged_tensor_is_named(native, tmp_path, capsys):
+    shutil.copytree(native, tmp_path / "bad")
+    path = tmp_path / "bad" / "release" / "model_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    entries = json.loads((tmp_path / "bad" / "release" / "metadata.json").read_text())["tensors"]
+    names = [FINAL, "model.output_layer.weight"]
+    for name in names:
+        data[entries[name]["chunks"][0]["start"]] ^= 1
+    path.write_bytes(data)
+    assert verify.main([str(tmp_path / "bad")]) == 1
+    out = capsys.readouterr().out
+    assert all(f"{name} is damaged" in out for name in names) and "2 problems" in out
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named(native, tmp_path, capsys, value):
+    assert verify.main([str(changed(native, tmp_path / "bad", set_value(value)))]) == 1
+    assert f"{FINAL}: 1 of 32 values are not finite" in capsys.readouterr().out
+
+
+def test_a_missing_tensor_and_a_missing_file_are_damage(native, tmp_path, capsys):
+    assert verify.main([str(changed(native, tmp_path / "bad", lambda tensors: tensors.pop(FINAL)))]) == 1
+    assert f"{FINAL} is missing, expected [32]" in capsys.readouterr().out
+    shutil.copytree(native, tmp_path / "native")
+    (tmp_path / "native" / "release" / "model_00000.safetensors").unlink()
+    assert verify.main([str(tmp_path / "native")]) == 1
+    assert "model_00000.safetensors is missing" in capsys.readouterr().out
+
+
+def test_the_tools_run_as_programs_beside_the_standard_librarys_inspect(native):
+    for tool in ("inspect", "verify"):
+        command = [sys.executable, str(ROOT / "tools" / "checkpoint" / f"{tool}.py"), str(native)]
+        result = subprocess.run(command, capture_output=True, text=True, cwd=native)
+        assert result.returncode == 0, result.stderr
+    command[-1] = str(native / "nothing")
+    result = subprocess.run(command, capture_output=True, text=True, cwd=native)
+    assert result.returncode == 1 and "Traceback" not in result.stderr and "there is no such folder" in result.stdout
