@@ -21,7 +21,7 @@ from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.layouts import Layout
-from megatron.core.export.hf.settings import Ignored, Rule, refuse
+from megatron.core.export.hf.settings import Ignored, Rule, Same, refuse
 from megatron.core.models.gpt_description import describe_gpt
 
 GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
@@ -73,17 +73,19 @@ class Family:
             UserError: a key with a value that they cannot represent, or that no rule knows.
         """
         settings: dict[str, Any] = {}
-        for rule in self.config:
-            for name, value in rule.load(config).items():
-                if settings.setdefault(name, value) != value:
-                    raise refuse(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r}")
+        sizes = [rule for rule in self.config if isinstance(rule, Same)]
+        for rules in (sizes, [rule for rule in self.config if rule not in sizes]):
+            for rule in rules:
+                for name, value in rule.load(config).items():
+                    if settings.setdefault(name, value) != value:
+                        raise refuse(rule.theirs[0], value, f"but another key makes {name} {settings[name]!r}")
+            _check_kinds(settings)  # before other rules count with them
         known = PASSIVE.union(*(rule.theirs for rule in self.config))
         for name, value in config.items():
             if name not in known and value not in (None, False, [], {}):
                 raise refuse(
                     name, value, f"which {self.model_type} has no place for; remove it if the model is the same without"
                 )
-        _check_kinds(settings)
         return settings
 
     def save_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
