@@ -101,7 +101,7 @@ _BUILT: dict[str, Callable[..., Any]] = {
     "builtins.tuple": _plain(tuple), "builtins.complex": lambda *args: Record("builtins.complex", args),
     "builtins.bytearray": lambda *args: args[0] if args and isinstance(args[0], bytes) else _encoded(*args),
     "builtins.bytes": lambda *args: args[0] if args else b"",
-    "_codecs.encode": _encoded, "_io.BytesIO": lambda *args: args[0] if args else b"",
+    "_codecs.encode": _encoded,
     "torch.Size": _plain(tuple), "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": lambda _function, _type, args, _state: _tensor(*args),
@@ -114,7 +114,7 @@ _BUILT: dict[str, Callable[..., Any]] = {
 _INERT = (
     "argparse.Namespace", "torch.device", "torch.serialization._get_layout", "numpy.ndarray", "numpy.dtype",
     "pathlib.PosixPath", "pathlib.PurePosixPath", "datetime.timedelta", "types.SimpleNamespace", "signal.Signals",
-    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.torch_version.TorchVersion",
+    "torch.Tensor", "torch.nn.parameter.Parameter", "torch.torch_version.TorchVersion", "_io.BytesIO",
 )  # fmt: skip
 _STORAGES = {
     "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,

@@ -1,0 +1,129 @@
+"""Checkpoints that Megatron Core itself wrote and reads, against ours. ``MEGATRON_CORE_PYTHON`` names an interpreter
+that has it (0.16, and torch for CPUs): both packages are called ``megatron``, so that it cannot be in the same process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.export.megatron_lm import (
+    load_megatron_torch,
+    load_megatron_torch_dist,
+    save_megatron_torch_dist,
+)
+from megatron.core.tokenizers.simple import NullTokenizer
+
+PYTHON = os.environ.get("MEGATRON_CORE_PYTHON")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PYTHON is None, reason="MEGATRON_CORE_PYTHON is not set")]
+ROOT = Path(__file__).parents[2]
+VOCABULARY, LENGTH, BATCH, SWITCH, END = 128, 16, 4, 20, 40
+ARGS = {
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64, "group_query_attention": True,
+    "num_query_groups": 2, "swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False, "norm_epsilon": 1e-5,
+    "vocab_size": 100, "padded_vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "seq_length": LENGTH,
+    "untie_embeddings_and_output_weights": True, "position_embedding_type": "rope", "use_distributed_optimizer": False,
+    "lr": 1e-3, "min_lr": 1e-5, "weight_decay": 0.1, "clip_grad": 1.0, "adam_beta2": 0.95, "global_batch_size": BATCH,
+    "micro_batch_size": 2, "lr_warmup_iters": 2, "lr_decay_iters": END, "lr_decay_style": "cosine", "train_iters": END,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+}  # fmt: skip
+FLAGS = [
+    f"--seq-length={LENGTH}", "--micro-batch-size=2", f"--global-batch-size={BATCH}", f"--train-iters={END}",
+    "--lr=1e-3", "--min-lr=1e-5", "--lr-warmup-iters=2", f"--lr-decay-iters={END}", "--lr-decay-style=cosine",
+    "--weight-decay=0.1",
+    "--adam-beta2=0.95", "--mock-data", "--tokenizer-type=NullTokenizer", f"--vocab-size={VOCABULARY}",
+    "--eval-iters=0", "--no-use-tokenizer-model-from-checkpoint-args", "--log-interval=1", "--use-checkpoint-args",
+    "--no-load-rng",
+]  # fmt: skip
+
+
+def run_there(world, port, tp=1, pp=1, **options):
+    """Ranks of Megatron Core."""
+    args = {**ARGS, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **options.pop("args", {})}
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
+    command = [PYTHON, str(ROOT / "tests/test_utils/megatron_core_run.py"), json.dumps({"args": args, **options})]
+    ranks = [
+        subprocess.Popen(command, env={**env, "RANK": str(rank)}, cwd="/", text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT)
+        for rank in range(world)
+    ]  # fmt: skip
+    try:
+        said = [each.communicate(timeout=240)[0] for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert not any(each.returncode for each in ranks), said[0][-3000:]
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    """A run on four ranks up to the switch, in both formats, and its losses from there on."""
+    folder = tmp_path_factory.mktemp("there")
+    config = GPTDatasetConfig(
+        random_seed=1234, sequence_length=LENGTH, split="1,1,1", tokenizer=NullTokenizer(VOCABULARY)
+    )
+    train, _, _ = BlendedMegatronDatasetBuilder(MockGPTDataset, [END * BATCH, 0, 0], lambda: True, config).build()
+    samples = [np.append(train[i]["tokens"], train[i]["labels"][-1]) for i in range(END * BATCH)]
+    np.save(folder / "data.npy", np.stack(samples).reshape(END, BATCH, LENGTH + 1))
+    common = {"data": str(folder / "data.npy"), "save": str(folder), "losses": str(folder / "losses.json")}
+    run_there(4, 29631, 2, 2, until=[SWITCH], formats=["torch_dist", "torch"], **common)
+    run_there(1, 29632, until=[END], load=str(folder / "torch_dist"), load_iteration=SWITCH, **common)
+    return folder
+
+
+def same(one, other):
+    assert one.tensors.keys() == other.tensors.keys()
+    for name, tensor in one.tensors.items():
+        assert torch.equal(tensor.read(), other.tensors[name].read()), name
+
+
+def test_both_formats_of_one_state_are_read_alike(there):
+    same(load_megatron_torch(there / "torch"), load_megatron_torch_dist(there / "torch_dist"))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_run_begun_there_goes_on_here_with_its_losses(there, tmp_path, tp):
+    convert = [sys.executable, "tools/checkpoint/convert.py", "--saver=native", "--keep-vocab-padding"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = [f"--load-dir={there}/torch_dist", f"--save-dir={tmp_path}/native"]
+    subprocess.run([*convert, *paths], cwd=ROOT, env=env, check=True, timeout=120)
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={tp}", f"--master-port={29640 + tp}"] if tp > 1 else []
+    folders = [f"--load={tmp_path}/native", f"--save={tmp_path}/out", "--save-interval=1000"]
+    command = [sys.executable, *launch, "pretrain_gpt.py", *folders, *FLAGS, f"--tensor-model-parallel-size={tp}"]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = {each["iteration"]: each["lm loss"] for each in records if "lm loss" in each}
+    theirs = json.loads((there / "losses.json").read_text())
+    np.testing.assert_allclose([losses[i] for i in range(SWITCH + 1, END + 1)], theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2)])
+def test_what_we_write_goes_on_there_with_its_losses(there, tmp_path, tp, pp):
+    loaded = load_megatron_torch(there / "torch", padded_vocabulary=True)
+    save_megatron_torch_dist(loaded, tmp_path)
+    run_there(
+        tp * pp, 29650 + tp, tp, pp, until=[END], data=str(there / "data.npy"), load=str(tmp_path),
+        load_iteration=SWITCH, losses=str(tmp_path / "losses.json"),
+    )  # fmt: skip
+    theirs = json.loads((there / "losses.json").read_text())
+    np.testing.assert_allclose(json.loads((tmp_path / "losses.json").read_text()), theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+def test_the_distributed_optimizers_state_is_that_of_the_plain_one(there, tmp_path, kind):
+    run_there(
+        4, 29660, 2, 2, until=[SWITCH], formats=["torch_dist", "torch"], save=str(tmp_path), sharding_type=kind,
+        data=str(there / "data.npy"), losses=str(tmp_path / "losses"), args={"use_distributed_optimizer": True},
+    )  # fmt: skip
+    plain, sharded = load_megatron_torch_dist(there / "torch_dist"), load_megatron_torch_dist(tmp_path / "torch_dist")
+    same(sharded, load_megatron_torch(tmp_path / "torch"))
+    for name, tensor in plain.tensors.items():
+        torch.testing.assert_close(sharded.tensors[name].read(), tensor.read(), rtol=2e-3, atol=1e-6, msg=name)

@@ -1,0 +1,234 @@
+"""One rank of Megatron Core itself, on a CPU over gloo: a program for the interpreter that has it, not for ours.
+
+``python megatron_core_run.py JSON``: trains a small GPT on given samples and writes checkpoints and losses. What the
+JSON holds is read below (``args``: those of Megatron-LM). Devices of tensors are replaced.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+import types
+import warnings
+from functools import partial
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors are made on the CPU, and say that they are CUDA's."""
+
+    def __torch_function__(self, func, kinds, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if "cuda" in str(kwargs.get("device", "")):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+class Threads:
+    """In place of a multiprocessing context: its writer forks."""
+
+    Queue = JoinableQueue = queue.Queue
+    Process = threading.Thread
+
+    def Manager(self):
+        return self
+
+
+class NoSeeds:
+    """In place of the tracker of CUDA's random states."""
+
+    def is_initialized(self):
+        return True
+
+    @contextlib.contextmanager
+    def fork(self, name=""):
+        yield
+
+
+def prepare():
+    """Replaces what needs CUDA, before anything of it is imported."""
+    warnings.simplefilter("ignore")
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda *_, **__: None
+    dist.init_process_group("gloo")
+    OnCpu().__enter__()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    from megatron.core.tensor_parallel import random
+
+    filesystem_async.mp = types.SimpleNamespace(get_context=lambda _: Threads(), Queue=queue.Queue)
+    filesystem_async._process_memory = lambda: 0  # asks for psutil
+    random.initialize_rng_tracker()
+    random._CUDA_RNG_STATE_TRACKER = NoSeeds()
+
+
+class Run:
+    """Model, optimizer and schedule of ``options['args']``."""
+
+    def __init__(self, options):
+        from megatron.core import parallel_state
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        self.options, self.iteration = options, 0
+        self.args = a = argparse.Namespace(**options["args"])
+        self.parallel = parallel_state
+        parallel_state.initialize_model_parallel(a.tensor_model_parallel_size, a.pipeline_model_parallel_size)
+        torch.manual_seed(7)
+        config = TransformerConfig(
+            num_layers=a.num_layers, hidden_size=a.hidden_size, num_attention_heads=a.num_attention_heads,
+            ffn_hidden_size=a.ffn_hidden_size, num_query_groups=a.num_query_groups, use_cpu_initialization=True,
+            hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=a.tensor_model_parallel_size,
+            pipeline_model_parallel_size=a.pipeline_model_parallel_size, pipeline_dtype=torch.float32,
+            gated_linear_unit=True, activation_func=torch.nn.functional.silu, normalization=a.normalization,
+            add_bias_linear=a.add_bias_linear, layernorm_epsilon=a.norm_epsilon, bias_activation_fusion=False,
+            masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
+            apply_rope_fusion=False, persist_layer_norm=False,
+        )  # fmt: skip
+        self.model = GPTModel(
+            config, get_gpt_layer_local_spec(normalization=a.normalization), vocab_size=a.padded_vocab_size,
+            max_sequence_length=a.max_position_embeddings, pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(), position_embedding_type=a.position_embedding_type,
+            share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
+        )  # fmt: skip
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=a.use_distributed_optimizer)
+        self.ddp = DistributedDataParallel(config, ddp, self.model)
+        self.ddp.broadcast_params()
+        self.optimizer = get_megatron_optimizer(OptimizerConfig(
+            optimizer="adam", lr=a.lr, min_lr=a.min_lr, weight_decay=a.weight_decay, clip_grad=a.clip_grad,
+            adam_beta2=a.adam_beta2, use_distributed_optimizer=a.use_distributed_optimizer,
+        ), [self.ddp])  # fmt: skip
+        size = a.global_batch_size
+        self.scheduler = OptimizerParamScheduler(
+            self.optimizer, init_lr=0.0, max_lr=a.lr, min_lr=a.min_lr, lr_warmup_steps=a.lr_warmup_iters * size,
+            lr_decay_steps=a.lr_decay_iters * size, lr_decay_style=a.lr_decay_style, start_wd=a.weight_decay,
+            end_wd=a.weight_decay, wd_incr_steps=a.train_iters * size, wd_incr_style="constant",
+        )  # fmt: skip
+        config.finalize_model_grads_func, config.grad_scale_func = finalize_model_grads, self.optimizer.scale_loss
+
+    def sharded(self, loading=False):
+        """The state as its ``checkpointing.py`` makes it."""
+        kind = self.options.get("sharding_type", "fully_sharded_model_space")
+        metadata = {
+            "distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True, "singleton_local_shards": False,
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }  # fmt: skip
+        model = self.model.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+        return {
+            "args": self.args, "checkpoint_version": 3.0, "iteration": self.iteration, "model": model,
+            "optimizer": optimizer, "opt_param_scheduler": self.scheduler.state_dict(),
+        }, metadata  # fmt: skip
+
+    def load(self, folder, iteration):
+        from megatron.core import dist_checkpointing
+
+        state = dist_checkpointing.load(self.sharded(loading=True)[0], f"{folder}/iter_{iteration:07d}")
+        self.model.load_state_dict(state["model"], strict=True)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["opt_param_scheduler"])
+        self.iteration = iteration
+
+    def save(self, folder, kind):
+        from megatron.core import dist_checkpointing
+
+        self.args.consumed_train_samples = self.iteration * self.args.global_batch_size
+        path = f"{folder}/iter_{self.iteration:07d}"
+        os.makedirs(path, exist_ok=True)
+        dist.barrier()
+        if kind == "torch_dist":
+            state, metadata = self.sharded()
+            dist_checkpointing.save(state, path, content_metadata=metadata)
+        else:
+            self.save_torch(path)
+        dist.barrier()
+        with open(f"{folder}/latest_checkpointed_iteration.txt", "w") as file:
+            file.write(str(self.iteration))
+
+    def save_torch(self, path):
+        stages, parallel = self.args.pipeline_model_parallel_size, self.parallel
+        path += f"/mp_rank_{parallel.get_tensor_model_parallel_rank():02d}"
+        path += f"_{parallel.get_pipeline_model_parallel_rank():03d}" if stages > 1 else ""
+        os.makedirs(path, exist_ok=True)
+        if self.args.use_distributed_optimizer:
+            self.optimizer.save_parameter_state(f"{path}/distrib_optim.pt")
+        torch.save({
+            "args": self.args, "checkpoint_version": 3.0, "iteration": self.iteration,
+            "model": self.ddp.state_dict_for_save_checkpoint(), "optimizer": self.optimizer.state_dict(),
+            "opt_param_scheduler": self.scheduler.state_dict(),
+        }, f"{path}/model_optim_rng.pt")  # fmt: skip
+
+    def train(self, data, until):
+        """Losses up to iteration ``until``; ``data`` is [iterations, samples, tokens and one more]."""
+        from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+
+        a, losses = self.args, []
+        while self.iteration < until:
+            self.ddp.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            out = get_forward_backward_func()(
+                forward_step_func=forward_step, data_iterator=iter(data[self.iteration].reshape(
+                    -1, a.micro_batch_size, data.shape[2])), model=[self.ddp],
+                num_microbatches=a.global_batch_size // a.micro_batch_size, seq_length=data.shape[2] - 1,
+                micro_batch_size=a.micro_batch_size, forward_only=False,
+            )  # fmt: skip
+            self.optimizer.step()
+            self.scheduler.step(a.global_batch_size)
+            self.iteration += 1
+            if self.parallel.is_pipeline_last_stage():
+                losses.append(float(torch.stack([each["lm loss"] for each in out]).mean()))
+        return losses
+
+
+def mean_loss(output):
+    loss = output.float().mean()
+    return loss, {"lm loss": loss.detach().clone()}
+
+
+def forward_step(batches, model):
+    batch = torch.from_numpy(next(batches).astype(np.int64))
+    length = batch.shape[1] - 1
+    positions = torch.arange(length)[None].expand(len(batch), -1)
+    mask = ~torch.tril(torch.ones(1, 1, length, length, dtype=torch.bool))
+    tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+    return model(tokens, positions, mask, labels=labels), partial(mean_loss)
+
+
+def main(options):
+    prepare()
+    run = Run(options)
+    if "load" in options:
+        run.load(options["load"], options["load_iteration"])
+    data = np.load(options["data"])
+    for until in options["until"]:
+        losses = run.train(data, until)
+        for kind in options.get("formats", ()):
+            run.save(f"{options['save']}/{kind}", kind)
+    if losses and run.parallel.get_tensor_model_parallel_rank() == 0:
+        with open(options["losses"], "w") as file:
+            json.dump(losses, file)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
