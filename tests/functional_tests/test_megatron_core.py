@@ -1,5 +1,5 @@
 """Checkpoints that Megatron Core itself wrote and reads, against ours. ``MEGATRON_CORE_PYTHON`` names an interpreter
-that has it (0.16, and torch for CPUs): both packages are called ``megatron``, so that it cannot be in the same process."""
+that has it (0.16, and torch for CPUs): both packages are called ``megatron`` and cannot be in one process."""
 
 import json
 import os
