@@ -191,7 +191,7 @@ def case(number, random, folder, tally):
     root = os.geteuid() == 0
     kind = draw(random, {kind: weight for kind, weight in KINDS.items() if root or not kind.needs_disk})
     layout = draw(random, {name: 1 for name, (_, world) in LAYOUTS.items() if world in kind.ranks})
-    history = History(layout, random.choice(["fp32", "bf16"]), retain=False)
+    history = History(layout, random.choice(["fp32", "bf16"]), retain=False, behind=random.random() < 0.5)
     reference = reference_of(history, work, work / "data")
     world_size = LAYOUTS[layout][1]
     argv = history.argv(layout, work / "data", folder / "cache", save)
