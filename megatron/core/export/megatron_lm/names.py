@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,6 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
 
 # ---- settings
 
-Translate = Callable[[Any], Any]
 _RENAMED = {"num_experts": "num_moe_experts"}
 _NOT_TAKEN = {
     "load", "save", "world_size", "rank", "local_rank", "data_parallel_size", "params_dtype", "iteration",

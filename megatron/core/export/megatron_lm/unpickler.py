@@ -251,7 +251,7 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
         (pickle.INST, refuse), (pickle.OBJ, refuse), (pickle.EXT1, refuse), (pickle.EXT2, refuse),
         (pickle.EXT4, refuse), (pickle.PERSID, refuse), (pickle.NEXT_BUFFER, refuse), (pickle.READONLY_BUFFER, refuse),
     ):  # fmt: skip
-        dispatch[_code[0]] = _step
+        dispatch[_code[0]] = _step  # type: ignore[assignment]
 
 
 def unpickle(data: bytes, where: str) -> Any:
