@@ -117,16 +117,15 @@ class Ours(Begin):
 
 
 class Theirs(Rule):
-    """Keys that must have one value, as no setting says anything else. ``defaults``: what absent ones mean, where that
-    is another value."""
+    """Keys that must have one value, or be absent, as no setting says anything else."""
 
-    def __init__(self, fixed: Table, defaults: Table | None = None) -> None:
+    def __init__(self, fixed: Table) -> None:
         super().__init__(fixed)
-        self.fixed, self.defaults = fixed, defaults or {}
+        self.fixed = fixed
 
     def load(self, config: Table) -> dict[str, Any]:
         for name, wanted in self.fixed.items():
-            value = get(config, (name,), self.defaults.get(name, wanted))
+            value = get(config, (name,), wanted)
             if value != wanted:
                 raise refuse(name, value, f"which cannot be represented: only {wanted!r} can")
         return {}

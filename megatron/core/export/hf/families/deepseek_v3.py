@@ -6,18 +6,7 @@ Layers of multi-token prediction, which ``transformers`` leaves out too, do not 
 from typing import Any
 
 from megatron.core.export.hf.attention_settings import Rope
-from megatron.core.export.hf.families.llama import (
-    AROUND,
-    ATTENTION,
-    DROPOUT,
-    EXPERTS,
-    FEED_FORWARD,
-    FFN,
-    NO_BIASES,
-    SILU_GATED,
-    SIZES,
-    tied,
-)
+from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layer_settings import FIRST_DENSE
 from megatron.core.export.hf.layouts import Halves
@@ -38,7 +27,8 @@ def _shared_width(config: Any) -> dict[str, Any]:
 FAMILY = Family(
     "deepseek_v3", "DeepseekV3ForCausalLM",
     config=(
-        *SIZES, FFN, *DROPOUT, tied(False), SILU_GATED, NO_BIASES, FIRST_DENSE, Rope(latent=True),
+        *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
+        FIRST_DENSE, Rope(latent=True),
         # the norms of its latents have this epsilon whatever the key says
         Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True,
               "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
@@ -60,7 +50,7 @@ FAMILY = Family(
                  "aux_loss_alpha", "seq_aux")),
     ),
     weights={
-        **AROUND, **ATTENTION, **FEED_FORWARD, **EXPERTS,
+        **llama.AROUND, **llama.ATTENTION, **llama.FEED_FORWARD, **llama.EXPERTS,
         **{f"decoder.layers.*.self_attention.{ours}": f"model.layers.*.self_attn.{theirs}"
            for ours, theirs in LATENTS.items()},
         "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",

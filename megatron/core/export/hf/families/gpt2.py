@@ -1,7 +1,7 @@
 """GPT-2 (``GPT2LMHeadModel``): learned positions, matrices [in, out]."""
 
 from megatron.core.export.hf.attention_settings import equal_heads
-from megatron.core.export.hf.families.llama import tied
+from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Layout, QueryKeyValue
 from megatron.core.export.hf.settings import Choice, Ignored, Ours, Same, Theirs, same
@@ -19,7 +19,7 @@ FAMILY = Family(
               max_position_embeddings="n_positions"),
         Same("ffn_hidden_size", "n_inner", default=lambda config: 4 * config["n_embd"]),
         Same("norm_epsilon", "layer_norm_epsilon", default=1e-5),
-        equal_heads("n_embd", "n_head"), tied(True), Choice("activation_function", GELU, default="gelu_new"),
+        equal_heads("n_embd", "n_head"), llama.tied(True), Choice("activation_function", GELU, default="gelu_new"),
         Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
         Same("attention_dropout", "attn_pdrop", default=0.1),
         Same("hidden_dropout", "resid_pdrop", default=0.1), Same("hidden_dropout", "embd_pdrop", default=0.1),

@@ -1,16 +1,17 @@
 """GPT-NeoX and Pythia (``GPTNeoXForCausalLM``): query, key and value of a head stand together, as ours do."""
 
 from megatron.core.export.hf.attention_settings import Rope, equal_heads
+from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.families.gpt2 import GELU
-from megatron.core.export.hf.families.llama import FFN, SIZES, tied
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.settings import Choice, Ignored, Ours, Same, Theirs
 
 FAMILY = Family(
     "gpt_neox", "GPTNeoXForCausalLM",
     config=(
-        *SIZES, FFN, Same("norm_epsilon", "layer_norm_eps", default=1e-5),
-        equal_heads("hidden_size", "num_attention_heads"), tied(False), Choice("hidden_act", GELU, default="gelu"),
+        *llama.SIZES, llama.FFN, Same("norm_epsilon", "layer_norm_eps", default=1e-5),
+        equal_heads("hidden_size", "num_attention_heads"), llama.tied(False),
+        Choice("hidden_act", GELU, default="gelu"),
         Rope(base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
         Ours({"normalization": "LayerNorm", "add_bias_linear": True}),
         Same("use_parallel_residual", "use_parallel_residual", default=True), Theirs({"attention_bias": True}),

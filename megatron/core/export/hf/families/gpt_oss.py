@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.attention_settings import Rope, Window, groups
-from megatron.core.export.hf.families.llama import AROUND, ATTENTION, DROPOUT, SIZES, rms_norm, tied
+from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Layout
 from megatron.core.export.hf.settings import Ignored, Ours, Same, Theirs
@@ -31,8 +31,8 @@ class Interleaved(Layout):
 FAMILY = Family(
     "gpt_oss", "GptOssForCausalLM",
     config=(
-        *SIZES, groups(8), *rms_norm(1e-5), *DROPOUT, tied(False), Rope(150000.0), Window(128, every=2),
-        Same("kv_channels", "head_dim", default=64),
+        *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False), Rope(150000.0),
+        Window(128, every=2), Same("kv_channels", "head_dim", default=64),
         Ours({"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
               "moe_layer_freq": 1, "moe_router_pre_softmax": False}),
         Same("activation_func_clamp_value", "swiglu_limit", default=7.0),
@@ -43,7 +43,7 @@ FAMILY = Family(
         Ignored(("router_aux_loss_coef", "output_router_logits", "initial_context_length")),
     ),
     weights={
-        **AROUND, **ATTENTION,
+        **llama.AROUND, **llama.ATTENTION,
         "decoder.layers.*.self_attention.core_attention.softmax_offset": "model.layers.*.self_attn.sinks",
         "decoder.layers.*.mlp.router": "model.layers.*.mlp.router",
         **{f"decoder.layers.*.mlp.experts.{ours}": Interleaved(f"model.layers.*.mlp.experts.{theirs}")

@@ -27,7 +27,10 @@ def rms_norm(default: float = 1e-6) -> tuple[Rule, ...]:
     return Ours({"normalization": "RMSNorm"}), Same("norm_epsilon", "rms_norm_eps", default=default)
 
 
-COMMON: tuple[Rule, ...] = (*SIZES, *rms_norm(), *DROPOUT, tied(False), SILU_GATED)
+def common(epsilon: float = 1e-6) -> tuple[Rule, ...]:
+    """What most families say alike."""
+    return *SIZES, *rms_norm(epsilon), *DROPOUT, tied(False), SILU_GATED
+
 
 ATTENTION: Weights = {
     "decoder.layers.*.input_layernorm": "model.layers.*.input_layernorm",
@@ -57,7 +60,7 @@ AROUND: Weights = {
 FAMILY = Family(
     "llama", "LlamaForCausalLM",
     config=(
-        *COMMON, FFN, HEAD_SIZE, groups(), Rope(),
+        *common(), FFN, HEAD_SIZE, groups(), Rope(),
         Same("add_bias_linear", "attention_bias", default=False), Same("add_bias_linear", "mlp_bias", default=False),
     ),
     weights={**AROUND, **ATTENTION, **FEED_FORWARD},

@@ -1,16 +1,7 @@
 """Qwen3-MoE (``Qwen3MoeForCausalLM``): Qwen3 with mixtures of experts in all layers, or in some."""
 
 from megatron.core.export.hf.attention_settings import Rope, Window, groups
-from megatron.core.export.hf.families.llama import (
-    AROUND,
-    ATTENTION,
-    COMMON,
-    EXPERTS,
-    FEED_FORWARD,
-    FFN,
-    HEAD_SIZE,
-    NO_BIASES,
-)
+from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layer_settings import EXPERT_LAYERS
 from megatron.core.export.hf.settings import Choice, Ignored, Ours, Rule, Same, Theirs
@@ -26,10 +17,11 @@ MIXTURE: tuple[Rule, ...] = (
 FAMILY = Family(
     "qwen3_moe", "Qwen3MoeForCausalLM",
     config=(
-        *COMMON, FFN, HEAD_SIZE, groups(4), Rope(), NO_BIASES, *MIXTURE, Window(4096, switch=True),
-        Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}), Ignored(("max_window_layers",)),
+        *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(4), Rope(), llama.NO_BIASES, *MIXTURE,
+        Window(4096, switch=True), Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
+        Ignored(("max_window_layers",)),
         Same("num_moe_experts", "num_experts", "num_local_experts", default=128),
         Same("moe_router_topk", "num_experts_per_tok", default=8),
     ),
-    weights={**AROUND, **ATTENTION, **FEED_FORWARD, **EXPERTS},
+    weights={**llama.AROUND, **llama.ATTENTION, **llama.FEED_FORWARD, **llama.EXPERTS},
 )  # fmt: skip
