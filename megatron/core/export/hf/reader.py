@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,9 +75,10 @@ def _open_shards(index: Path, opener: Any) -> dict[str, LazyTensor]:
 
 
 def _open_bin(path: Path) -> dict[str, LazyTensor]:
-    """A pickle of tensors: torch's restricted unpickler builds nothing else, and maps the data."""
+    """A pickle of tensors: torch's restricted unpickler builds nothing else, and maps the data; that of files as old as
+    GPT-2's cannot be mapped and is read as a whole."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"{path}: not a file of tensors alone, or damaged: {reason:.300}") from None
