@@ -64,8 +64,15 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
     unused = [f"--{name.replace('_', '-')}" for name in sizes if name in given.explicit]
     if unused and not resolved.multi_latent_attention:
         yield f"{', '.join(unused)}: no effect without --multi-latent-attention"
+    if resolved.multi_latent_attention and resolved.position_embedding_type == "learned_absolute":
+        yield (
+            "--position-embedding-type learned_absolute: added to what latent attention rotates by itself; "
+            "--position-embedding-type rope trains without"
+        )
     if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
         yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
+    if resolved.moe_upcycling_granularity != 1 and not resolved.moe_use_upcycling:
+        yield "--moe-upcycling-granularity: no effect without --moe-use-upcycling"
     of_experts = [name for name in sorted(given.explicit) if name.startswith(("moe_", "expert_tensor"))]
     if of_experts and resolved.num_moe_experts is None:
         yield f"{', '.join(of_experts)}: no effect without --num-experts N"

@@ -21,8 +21,8 @@ from torch import nn
 from megatron.core.dist_checkpointing import writer
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import from_first_rank, together
-from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT, MANIFEST
-from megatron.core.dist_checkpointing.reader import CheckpointReader, load_from, together_reader
+from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT, MANIFEST, read_manifest
+from megatron.core.dist_checkpointing.reader import CheckpointReader, Source, load_from, together_reader
 from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
 from megatron.core.groups.process_groups import Group, ProcessGroups
@@ -60,6 +60,7 @@ from megatron.training.checkpoint.settings import (
     load_checkpoint_args,
     software_versions,
 )
+from megatron.training.checkpoint.upcycling import DenseCheckpoint, check_width, is_dense, settings_to_compare
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 
@@ -339,8 +340,9 @@ class Checkpointer:
             ):  # fmt: skip
                 found = find()
                 if found is not None:
-                    self._continued_from = self._continuation(found, finetune)
-                    return [found.directory, found.iteration, found.release, finetune or found.release]
+                    weights_only = finetune or self._is_upcycled(found)
+                    self._continued_from = self._continuation(found, weights_only)
+                    return [found.directory, found.iteration, found.release, weights_only or found.release]
             if cfg.exit_on_missing_checkpoint and cfg.load_hf is None:
                 raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
             if cfg.load is not None and cfg.load_hf is None:
@@ -349,6 +351,15 @@ class Checkpointer:
 
         answer = from_first_rank(search, self.groups.world)
         return (None, False) if answer is None else (Found(*answer[:3]), answer[3])
+
+    def _is_upcycled(self, found: Found) -> bool:
+        """Whether ``found`` is the dense model that --moe-use-upcycling starts from; one with experts goes on."""
+        if not self.cfg.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
+            return False
+        folder = str(Path(found.directory).parent)
+        if same_folder(folder, self.cfg.save) and not self.cfg.start_over:
+            raise CheckpointError(f"--save {folder}: holds the dense model to start from; choose another folder")
+        return True
 
     def _continuation(self, found: Found, finetune: bool) -> int | None:
         """The iteration that what is saved will follow on in --save; None if it belongs to another history."""
@@ -366,8 +377,12 @@ class Checkpointer:
         wants_rng = not weights_only and not cfg.no_load_rng and self._same_world(reader)
         live = self.optimizer.state_dict() if self.optimizer is not None and wants_optimizer else None
         tensors = self._tensors(optimizer=live, rng=wants_rng)
+        source: Source = reader
+        if cfg.moe_use_upcycling and is_dense(reader.objects["args"]):
+            source = dense = DenseCheckpoint(reader, self.chunks, cfg)
+            tensors = dense.tensors_to_read(tensors)
         ignored = [prefix for prefix, wanted in (("optimizer.", wants_optimizer), ("rng.", wants_rng)) if not wanted]
-        load_from(reader, tensors, allow_unused=ignored, group=world)
+        load_from(source, tensors, allow_unused=ignored, group=world)
         self.left_alone = [name for name in reader.names if name.startswith(tuple(ignored))]
         if cfg.dist_ckpt_strictness.startswith("log_"):
             total, left = len(reader.names), self.left_alone
@@ -418,8 +433,12 @@ class Checkpointer:
             problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
         if problems:
             raise CheckpointError("; ".join(problems))
+        architecture = self.architecture
+        if cfg.moe_use_upcycling and is_dense(objects["args"]):
+            architecture = settings_to_compare(architecture)
+            check_width(objects["args"], cfg, found.directory)
         return check_args(
-            objects, config_to_dict(cfg), found.directory, architecture=self.architecture, weights_only=weights_only
+            objects, config_to_dict(cfg), found.directory, architecture=architecture, weights_only=weights_only
         )
 
     def _other_precision(self, reader: CheckpointReader, found: Found) -> list[str]:

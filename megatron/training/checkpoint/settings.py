@@ -127,6 +127,8 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
         folder = found.directory
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     known = {field.name for field in dataclasses.fields(cfg)}
+    if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # those of experts are this command line's
+        known = {name for name in known if "moe_" not in name}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
     names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()

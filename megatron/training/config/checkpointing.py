@@ -110,3 +110,10 @@ class CheckpointConfig:
 
     exit_on_missing_checkpoint: bool = False
     """Stop instead of starting from scratch when --load holds no checkpoint."""
+
+    moe_use_upcycling: bool = False
+    """Where --load or --pretrained-checkpoint holds a dense model: start with experts that are copies of its
+    feed-forward networks and fresh routers. A checkpoint with experts is continued."""
+
+    moe_upcycling_granularity: PositiveInt = 1
+    """With --moe-use-upcycling: slices that each feed-forward network is cut into; experts are as wide as one."""

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from megatron.core.config.moe import expert_tensor_ranks
@@ -21,6 +22,7 @@ from megatron.training.config.launcher import is_first_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
 from megatron.training.model_description import describe_run
+from megatron.training.report.expert_hints import expert_hints
 from megatron.training.report.memory import memory_rows
 from megatron.training.report.pipeline import pipeline_rows
 from megatron.training.rules.run_all import check
@@ -72,7 +74,7 @@ def dry_run_report(cfg: PretrainConfig) -> str:
         "layout": _layout(cfg),
         "pipeline": pipeline_rows(cfg, vocab_size),
         "model": _model(cfg, model, vocab_size, source),
-        "memory": memory_rows(cfg, vocab_size or 0),
+        "memory": chain(memory_rows(cfg, vocab_size or 0), expert_hints(cfg, vocab_size or 0)),
         "batches": _batches(cfg, model.flops_per_sample if vocab_size else None),
         "schedule": _schedule(cfg),
         "missing on this machine": _missing_here(cfg),

@@ -126,6 +126,20 @@ def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_expert_capacity_factor", "excludes sinkhorn, which balances by itself")
 
 
+def upcycling_has_a_dense_model(cfg: PretrainConfig) -> Problems:
+    slices, experts = cfg.moe_upcycling_granularity, cfg.num_moe_experts
+    if not cfg.moe_use_upcycling:
+        return
+    if experts is None:
+        yield problem(cfg, "moe_use_upcycling", "needs experts", "--num-experts N")
+    if not (cfg.load or cfg.pretrained_checkpoint):
+        reason = "needs the dense model's checkpoint"
+        yield problem(cfg, "moe_use_upcycling", reason, "--load DIRECTORY, or --pretrained-checkpoint DIRECTORY")
+    if experts is not None and experts % slices:
+        reason = f"does not divide --num-experts {experts}"
+        yield problem(cfg, "moe_upcycling_granularity", reason, f"divisors: {common_divisors(experts)}")
+
+
 def shared_experts_are_there(cfg: PretrainConfig) -> Problems:
     if cfg.moe_shared_expert_intermediate_size is not None:
         return

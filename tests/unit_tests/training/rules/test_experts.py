@@ -106,7 +106,8 @@ def test_all_problems_of_experts_are_told_at_once():
 
 def said(text):
     given = parse_args(f"{TINY} {text}".split())
-    return [each for each in notices(given, validate_args(given, 1)) if "--num-experts" in each or "flex" in each]
+    told = notices(given, validate_args(given, 1))
+    return [each for each in told if any(word in each for word in ("--num-experts", "flex", "upcycling"))]
 
 
 def test_settings_of_experts_without_experts_get_one_notice():
@@ -114,6 +115,31 @@ def test_settings_of_experts_without_experts_get_one_notice():
         "expert_tensor_parallel_size, moe_fusion, moe_layer_freq, moe_router_topk: no effect without --num-experts N"
     ]
     assert said("") == [] and said("--num-experts 4 --moe-router-topk 2") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("--moe-use-upcycling --load x", "--moe-use-upcycling: needs experts; --num-experts N"),
+        ("--moe-use-upcycling --num-experts 4", "--moe-use-upcycling: needs the dense model's checkpoint"),
+        ("--moe-use-upcycling --load x --num-experts 6 --moe-upcycling-granularity 4",
+         "--moe-upcycling-granularity 4: does not divide --num-experts 6; divisors: "),
+    ],
+)  # fmt: skip
+def test_upcycling_needs_a_dense_model_and_slices_that_fit(text, problem):
+    assert [each[: len(problem)] for each in problems(text, 1)] == [problem]
+
+
+def test_slices_without_upcycling_get_a_notice():
+    assert said("--num-experts 4 --moe-upcycling-granularity 2") == [
+        "--moe-upcycling-granularity: no effect without --moe-use-upcycling"
+    ]
+
+
+def test_latent_attention_with_learned_positions_gets_a_notice():
+    given = parse_args(f"{TINY} --multi-latent-attention --kv-lora-rank 16".split())
+    told = [each for each in notices(given, validate_args(given, 1)) if "learned_absolute" in each]
+    assert len(told) == 1 and "--position-embedding-type rope trains without" in told[0]
 
 
 def test_the_flex_dispatcher_is_all_to_all_with_one_notice():

@@ -1,0 +1,135 @@
+"""Mixtures of experts that start from a dense checkpoint (Komatsuzaki et al. 2022; He et al. 2024, in slices).
+
+A dense layer's network of width F becomes E experts of width F / G: expert e is slice e mod G of it, so that G experts
+in turn make one copy, whose router rows are equal. Their outputs are scaled so that a token's k experts, k a multiple
+of G, add up to what the dense network computes: exactly, where the router's weights add up to the same for all tokens.
+
+Megatron-LM spreads that scale over both layers, which activations that are no powers (SwiGLU, GELU) do not take for the
+same function; here it is in the second. With G = 1 and weights that add up to 1 there is none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.core.config.moe import has_experts
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.reader import CheckpointReader
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.sharding.placement import fill_parameter, spec_or_replicated
+from megatron.core.sharding.sharded_tensor import ShardedTensor
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.training.config.pretrain_config import PretrainConfig
+
+_DENSE = re.compile(r"(model\.(?:decoder|mtp)\.layers\.(\d+)\.(?:mtp_model_layer\.)?mlp\.)(linear_fc.*)")
+
+
+def is_dense(args: Any) -> bool:
+    """Whether the run with these settings, those of a checkpoint, had no experts; damaged ones tell nothing."""
+    return isinstance(args, dict) and args.get("num_moe_experts") is None
+
+
+def settings_to_compare(architecture: Iterable[str]) -> list[str]:
+    """Of the settings that say what weights mean, those that a dense model shares with its mixture of experts."""
+    return [name for name in architecture if "moe_" not in name and name != "ffn_hidden_size"]
+
+
+def check_width(args: Mapping[str, Any], cfg: PretrainConfig, where: str) -> None:
+    """CheckpointError where slices of the dense network are not as wide as the experts."""
+    dense, width, slices = args.get("ffn_hidden_size"), cfg.moe_ffn_hidden_size, cfg.moe_upcycling_granularity
+    if width is None or not isinstance(dense, int) or dense == width * slices:
+        return
+    fix = f"--moe-ffn-hidden-size {dense // slices}" if dense % slices == 0 else "another --moe-upcycling-granularity"
+    raise CheckpointError(
+        f"{where}: its feed-forward width {dense} is not {slices} (--moe-upcycling-granularity) x {width} "
+        f"(--moe-ffn-hidden-size); give {fix}"
+    )
+
+
+class DenseCheckpoint:
+    """``reader``'s dense checkpoint as a model with experts reads it (``dist_checkpointing.reader.Source``).
+
+    Args:
+        chunks: the model's on this rank, not wrapped.
+    """
+
+    def __init__(self, reader: CheckpointReader, chunks: Iterable[nn.Module], cfg: PretrainConfig) -> None:
+        self.directory, self._reader, self._cfg = reader.directory, reader, cfg
+        self._slices = cfg.moe_upcycling_granularity
+        modules = (each for chunk in chunks for each in chunk.named_modules(prefix="model"))
+        self._routers = {name: module for name, module in modules if isinstance(module, TopKRouter)}
+
+    def tensors_to_read(self, tensors: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        """``tensors`` without those that keep their initial values: buffers of routers, and shared experts."""
+        fresh = (".mlp.router.expert_bias", ".mlp.router.last_choices", ".mlp.router.bias", ".mlp.shared_experts.")
+        return {key: each for key, each in tensors.items() if not any(name in each.name for name in fresh)}
+
+    @property
+    def names(self) -> list[str]:
+        """Stored tensors, those of dense networks under the names of the experts that they become."""
+        return [self._name_in_the_model(name) for name in self._reader.names]
+
+    def _name_in_the_model(self, name: str) -> str:
+        found = _DENSE.fullmatch(name)
+        if found is None:
+            return name
+        layer = self._cfg.num_layers if ".mtp." in name else int(found[2]) + 1
+        return f"{found[1]}experts.{found[3]}" if has_experts(self._cfg, layer or 1) else name
+
+    def misfits(self, tensors: Iterable[ShardedTensor]) -> list[str]:
+        """What is not stored, or in another shape."""
+        read = (each for each in tensors if not each.name.endswith(".mlp.router.weight"))
+        return self._reader.misfits(next(self._slices_of(each), each) for each in read)
+
+    @torch.no_grad()
+    def read_into(self, tensor: ShardedTensor) -> None:
+        """Fills ``tensor``: an expert with its slice, a router with fresh rows, anything else as it is stored."""
+        if tensor.name.endswith(".mlp.router.weight"):
+            tensor.local.detach().copy_(tensor.rectangle.of(self._router_rows(tensor)))
+            return
+        if ".mlp.experts." not in tensor.name:
+            self._reader.read_into(tensor)
+            return
+        scale = self._scale(tensor.name)
+        for part in self._slices_of(tensor):
+            self._reader.read_into(part)
+            if scale != 1:
+                part.local.mul_(scale)
+
+    def _slices_of(self, tensor: ShardedTensor) -> Iterator[ShardedTensor]:
+        """The rectangles of the dense tensor that the experts of ``tensor`` [e, …] are; none of another tensor."""
+        if ".mlp.experts." not in tensor.name:
+            return
+        name, shape = tensor.name.replace(".experts.", "."), list(tensor.global_shape[1:])
+        kind = name.rpartition(".mlp.")[2]
+        cut = {"linear_fc1.weight": len(shape) - 2, "linear_fc1.bias": len(shape) - 1, "linear_fc2.weight": 1}.get(kind)
+        width = 0 if cut is None else shape[cut]
+        if cut is not None:
+            shape[cut] *= self._slices
+        for index, local in enumerate(tensor.local.detach()):
+            offsets = list(tensor.offsets[1:])
+            if cut is not None:
+                offsets[cut] += (tensor.offsets[0] + index) % self._slices * width
+            yield ShardedTensor(name, local, tuple(shape), tuple(offsets))
+
+    def _scale(self, name: str) -> float:
+        """What the second layer's tensor ``name`` is multiplied by: with the fresh router all logits are near 0."""
+        if ".linear_fc2." not in name:
+            return 1.0
+        router = self._routers[name.partition(".experts.")[0] + ".router"]
+        logits = torch.zeros(router.num_experts, dtype=torch.float64)
+        weights = float(router.rule.weigh(logits, torch.arange(router.k)).sum())
+        return (self._slices if name.endswith("weight") else 1) / weights
+
+    def _router_rows(self, tensor: ShardedTensor) -> Tensor:
+        """Initial values [e, h] of the router, the first row of each copy's experts for all of them."""
+        spec = spec_or_replicated(self._routers[tensor.name.removesuffix(".weight")].weight)
+        whole = torch.zeros(spec.shape, dtype=tensor.local.dtype)
+        name = tensor.name.removeprefix("model.")
+        fill_parameter(whole, spec, name, self._cfg.seed, SINGLE_PROCESS)
+        return whole[torch.arange(len(whole)) // self._slices * self._slices]

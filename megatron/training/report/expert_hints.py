@@ -1,0 +1,60 @@
+"""Hints of the dry run: another split of the experts over the same ranks that fits better, each with its reason.
+
+Only sizes are compared; whether a hint pays is for a measurement to say. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.core.config.moe import expert_tensor_ranks
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.report.memory import estimate_memory
+
+GPUS_PER_HOST = 8
+DEVICE_GIB = 80e9 / 2**30
+"""Memory of an H100, of which an estimate leaves out what the allocator and libraries take."""
+
+
+def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, str]]:
+    """At most one row of advice; nothing for a model without experts."""
+    experts, ep, etp = cfg.num_moe_experts, cfg.expert_model_parallel_size, expert_tensor_ranks(cfg)
+    if experts is None:
+        return
+    now = _gib(cfg, vocab_size, ep, etp)
+    if etp > 1 and experts % (ep * etp) == 0:
+        width = cfg.moe_ffn_hidden_size
+        yield "hint", (
+            f"{_flags(ep * etp, 1)}: whole experts, of width {width} and not {(width or 0) // etp}, make larger GEMMs; "
+            f"{_gib(cfg, vocab_size, ep * etp, 1):.0f} GiB per rank, now {now:.0f}"
+        )
+        return
+    fitting = ((size, _gib(cfg, vocab_size, size, etp)) for size in _sizes(cfg, etp))  # as far as it is asked for
+    if now > DEVICE_GIB:
+        found = next(((size, gib) for size, gib in fitting if size > ep and gib <= DEVICE_GIB), None)
+        if found:
+            reason = f"{now:.0f} GiB per rank are more than the {DEVICE_GIB:.0f} of a GPU of 80 GB, and these take"
+            yield "hint", f"{_flags(found[0], etp)}: {reason} {found[1]:.0f}"
+    elif ep * etp > GPUS_PER_HOST:
+        inside = [each for each in fitting if each[0] * etp <= GPUS_PER_HOST and each[1] <= DEVICE_GIB]
+        if inside:
+            size, gib = inside[-1]
+            reason = f"tokens stay within a host of {GPUS_PER_HOST} GPUs; {gib:.0f} GiB per rank, now {now:.0f}"
+            yield "hint", f"{_flags(size, etp)}: {reason}"
+
+
+def _sizes(cfg: PretrainConfig, etp: int) -> list[int]:
+    """Sizes of expert parallelism that divide experts and ranks, in growing order."""
+    experts, ranks = cfg.num_moe_experts or 1, cfg.world_size // (etp * cfg.pipeline_model_parallel_size)
+    return [size for size in range(1, experts + 1) if experts % size == 0 and ranks % size == 0]
+
+
+def _flags(ep: int, etp: int) -> str:
+    return f"--expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp}"
+
+
+def _gib(cfg: PretrainConfig, vocab_size: int, ep: int, etp: int) -> float:
+    """Memory of the pipeline rank that needs most."""
+    changed = replace(cfg, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp)
+    return max(rank.total for rank in estimate_memory(changed, vocab_size)) / 2**30
