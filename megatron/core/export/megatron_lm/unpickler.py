@@ -91,12 +91,16 @@ def _encoded(text: str, _encoding: str = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _table(*args: Any) -> dict:
+    return {_checked_key(key): value for key, value in (args[0] if args else ())}
+
+
 def _plain(kind: type) -> Callable[..., Any]:
     return lambda *args: kind(*args[:1])
 
 
 _BUILT: dict[str, Callable[..., Any]] = {
-    "collections.OrderedDict": lambda *args: dict(*args[:1]), "collections.defaultdict": lambda *_: {},
+    "collections.OrderedDict": _table, "collections.defaultdict": lambda *_: {},
     "builtins.set": _plain(tuple), "builtins.frozenset": _plain(tuple), "builtins.list": _plain(list),
     "builtins.tuple": _plain(tuple), "builtins.complex": lambda *args: Record("builtins.complex", args),
     "builtins.bytearray": lambda *args: args[0] if args and isinstance(args[0], bytes) else _encoded(*args),

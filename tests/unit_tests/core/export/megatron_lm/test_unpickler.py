@@ -91,6 +91,9 @@ def test_truncated_and_strange_pickles_end_in_one_message(data):
 def test_a_key_nested_a_million_deep_is_refused():
     with pytest.raises(CheckpointError, match="key"):
         unpickle(b"\x80\x02})" + b"\x85" * 10**5 + b"Ns.", "file")
+    with pytest.raises(CheckpointError, match="key"):
+        deep = b"(lp0\n(lp1\n)" + b"\x85" * 10**5 + b"aNaa"
+        unpickle(b"\x80\x02ccollections\nOrderedDict\n" + deep + b"\x85R.", "file")
 
 
 def test_tensors_are_read_lazily_and_equal(tmp_path):
