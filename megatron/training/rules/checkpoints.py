@@ -52,6 +52,9 @@ def weights_come_from_one_place(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "load_hf", "contradicts --use-checkpoint-args", "settings come from its config.json")
     if cfg.spec:
         yield problem(cfg, "load_hf", "contradicts --spec", "its config.json says what the layers are")
+    if cfg.moe_use_upcycling:
+        fix = "tools/checkpoint/convert.py --saver native, then --pretrained-checkpoint"
+        yield problem(cfg, "load_hf", "contradicts --moe-use-upcycling, which starts from a checkpoint", fix)
 
 
 def exports_follow_saves(cfg: PretrainConfig) -> Problems:

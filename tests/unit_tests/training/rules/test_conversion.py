@@ -11,6 +11,7 @@ from tests.unit_tests.training.rules.test_run_all import problems
         ("--load-hf a --pretrained-checkpoint b", "--load-hf a: contradicts --pretrained-checkpoint"),
         ("--load-hf a --use-checkpoint-args --load b", "--load-hf a: contradicts --use-checkpoint-args"),
         ("--load-hf a --spec b c", "--load-hf a: contradicts --spec"),
+        ("--load-hf a --moe-use-upcycling", "--load-hf a: contradicts --moe-use-upcycling"),
         ("--save a --save-hf-interval 4", "--save-hf-interval 4: is not a multiple of --save-interval"),
         ("--save a --save-interval 3 --save-hf-interval 4", "--save-hf-interval 4: is not a multiple of"),
     ],
