@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from pathlib import Path
 
 from megatron.core.config.errors import UserError
@@ -18,15 +19,28 @@ logger = logging.getLogger(__name__)
 
 class HuggingFaceHook(Hook):
     """Converts every checkpoint whose iteration is a multiple of ``interval`` to ``<save>/hf/iter_…``, once it is
-    complete. One rank does; a conversion that fails is reported and costs nothing else."""
+    complete. One rank does, behind training: the others would wait in a collective, which has a timeout. A conversion
+    that fails is reported and costs nothing else."""
 
     def __init__(self, save: str, interval: int) -> None:
         self.save, self.interval = save, interval
+        self._thread: threading.Thread | None = None
 
     def on_saved(self, state: TrainState) -> None:
-        if state.iteration % self.interval:
-            return
-        name = f"iter_{state.iteration:07d}"
+        if state.iteration % self.interval == 0:
+            self._wait()
+            name = f"iter_{state.iteration:07d}"
+            self._thread = threading.Thread(target=self._convert, args=(name,), name="conversion", daemon=True)
+            self._thread.start()
+
+    def on_train_end(self, state: TrainState) -> None:
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _convert(self, name: str) -> None:
         try:
             convert_to_hf(Path(self.save) / name, Path(self.save) / "hf" / name)
         except (UserError, OSError) as error:
