@@ -131,9 +131,11 @@ def test_context_parallel_ranks_give_the_same_and_shares_of_the_sinks_gradients(
         torch.testing.assert_close(sum(rank[name][1] for rank in ranks), ranks[0][name][2])
 
 
-def test_tensor_parallel_ranks_hold_their_heads():
+@pytest.mark.parametrize("softmax_type", ["learnable", "off-by-one"])
+def test_tensor_parallel_ranks_hold_their_heads(softmax_type):
     groups = dataclasses.replace(SINGLE_PROCESS, tp=Group("tp", (0, 1), 1))
-    core = CoreAttention(make_config(tensor_model_parallel_size=2), 1, groups=groups)
+    config = make_config(tensor_model_parallel_size=2, softmax_type=softmax_type)
+    core = CoreAttention(config, 1, groups=groups)
     assert core.softmax_offset.shape == (HEADS // 2,)
 
 

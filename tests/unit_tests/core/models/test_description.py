@@ -267,6 +267,20 @@ def test_an_activation_moves_eight_tensors_of_its_width():
     assert activation.traffic == 8 * 24 * 2 and activation.gradients == 24 * 2
 
 
+def test_what_experts_move_beside_their_gemms():
+    """Of 16 local tokens 3 copies each: gathered and added up, read and written, forward and backward; the gated
+    activation of half of an expert's 24 channels as above, of both expert-tensor ranks' tokens."""
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, swiglu=True, bf16=True, num_moe_experts=4,
+        moe_router_topk=3, moe_ffn_hidden_size=24, expert_tensor_parallel_size=2,
+    )  # fmt: skip
+    ops = {op.name: op for op in described(config, 50, 16).layers[0][1].ops}
+    rows, item = 3 * 2, 2  # of a token
+    assert ops["permutation"].traffic == ops["combination"].traffic == 4 * rows * 32 * item
+    assert ops["permutation"].gradients == rows * 32 * item
+    assert ops["activation"].traffic == 8 * rows * 12 * item and ops["activation"].gradients == rows * 12 * item
+
+
 @pytest.mark.parametrize("tp, ep, etp", EXPERT_GRIDS)
 @pytest.mark.parametrize("name", EXPERT_SPECS)
 def test_a_description_of_experts_equals_the_model_that_is_built(gloo_pool, name, tp, ep, etp):
@@ -295,3 +309,11 @@ def test_context_parallel_attention_keeps_its_output_in_the_ring_s_order_too():
         (core,) = (op for op in described(config, 50, 16).layers[0][0].ops if op.kind == "attention")
         kept[ranks] = sum(each.bytes for each in core.saved)
     assert kept == {1: 4 * 4, 2: 4 * 4 + 32 * 2}
+
+
+@pytest.mark.parametrize("softmax_type, kept_by", [("vanilla", "mla_up_proj"), ("learnable", "core_attn")])
+def test_values_that_are_filled_up_belong_to_the_attention_core(softmax_type, kept_by):
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, softmax_type=softmax_type, **LATENT)
+    (rotary,) = (op for op in described(config, 50, 16).layers[0][0].ops if op.kind == "rotary")
+    kept = {each.name: each.modules for each in rotary.saved}
+    assert kept == {"query and key": ("mla_up_proj",), "value": (kept_by,)}

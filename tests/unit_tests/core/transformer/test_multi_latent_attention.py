@@ -1,6 +1,7 @@
 """Parts of multi-latent attention: scale and rotation, heads of two sizes, what fills its slots."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ from megatron.core.attention.context_parallel.forms import EqualHeads, RingAtten
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.rotary import latent_rotary, latent_softmax_scale
 from megatron.core.config.transformer_config import MLATransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 
@@ -96,3 +101,13 @@ def test_two_latents_of_one_weight_are_those_of_two():
     fused.load_state_dict({**state, "linear_qkv_down_proj.weight": torch.cat(parts)})
     x = torch.randn(8, 2, 32, dtype=torch.float64)
     torch.testing.assert_close(fused(x), apart(x))
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_the_key_of_all_heads_is_gathered_where_positions_are_split_alone(split):
+    slots = get_gpt_layer_local_spec(multi_latent_attention=True).submodules.self_attention
+    groups = replace(SINGLE_PROCESS, tp=Group("tp", (0, 1)))
+    config = configured(tensor_model_parallel_size=2, sequence_parallel=split)
+    attention = build_module(slots, config, groups=groups)
+    spread = gather_from_sequence_parallel_region if split else copy_to_tensor_model_parallel_region
+    assert attention._for_all_heads is spread

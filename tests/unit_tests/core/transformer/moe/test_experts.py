@@ -197,6 +197,11 @@ def test_experts_without_rows_have_zero_gradients(products, dtype, rows):
         assert not gradient_eoi[1:].any() and (rows == 0 or gradient_eoi[0].any())
 
 
+def test_the_bias_of_one_rank_has_its_gradient_there():
+    experts = build(add_bias_linear=True)  # the others sum zeros to it
+    assert [set(p.spec.grad) for p in (experts.linear_fc1.bias, experts.linear_fc2.bias)] == [set(), {"etp"}]
+
+
 def test_rows_of_no_expert_reach_no_gradient():
     experts = build(add_bias_linear=True)
     gradients = []

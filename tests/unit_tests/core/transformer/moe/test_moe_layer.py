@@ -23,7 +23,7 @@ def build(groups=SINGLE_PROCESS, **overrides):
     }  # fmt: skip
     config = TransformerConfig(**(settings | overrides))
     slot = get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs[0].submodules.mlp
-    layer = build_module(slot, config, layer_number=1, groups=groups)
+    layer = build_module(slot, config, groups=groups)
     initialize_parameters(layer, 3, groups)
     return layer
 
@@ -38,6 +38,7 @@ def test_the_shared_expert_takes_every_token(gate):
     layer, alone = build(moe_shared_expert_gate=gate), build(moe_shared_expert_intermediate_size=None)
     alone.load_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
     x, shared = inputs(), layer.shared_experts
+    assert layer.router.statistics.label == "layer 1"
     gate_up = x @ shared.linear_fc1.weight.t()
     expected = (torch.nn.functional.silu(gate_up[..., :12]) * gate_up[..., 12:]) @ shared.linear_fc2.weight.t()
     if gate:

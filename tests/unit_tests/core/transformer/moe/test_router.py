@@ -16,6 +16,7 @@ from megatron.core.transformer.moe import router as router_module
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute
 from megatron.core.transformer.side_losses import SideLosses
+from tests.test_utils.training_steps import give_main_grad
 
 DOUBLE = torch.float64
 
@@ -240,6 +241,29 @@ def test_gradients_of_an_fp64_router_are_rounded_once():
     router._logits(x).backward(target)
     exact = target @ router.weight.detach().double()  # of the two bf16 factors that serve fp32, some would be off
     assert torch.equal(x.grad, exact.bfloat16())
+
+
+def test_gradients_of_a_router_in_the_dtype_of_activations_add_up_in_main_grad():
+    router, x = make_router(params_dtype=torch.bfloat16), hidden(dtype=torch.bfloat16)
+    arrivals = give_main_grad(router.weight, torch.zeros_like(router.weight, dtype=torch.float32))
+    router._logits(x).sum().backward()
+    assert len(arrivals) == 1 and router.weight.grad is None and router.weight.main_grad.any()
+
+
+def test_a_gpu_multiplies_16_bits_into_fp32_alone(monkeypatch):
+    class OnGPU(torch.Tensor):
+        is_cuda = True
+
+    def mm(left, right, out_dtype):
+        asked.append(out_dtype)
+        return left.to(out_dtype) @ right.to(out_dtype)
+
+    asked, x = [], torch.randn(3, 4).bfloat16()
+    monkeypatch.setattr(torch, "mm", mm)
+    for dtype in (torch.float32, DOUBLE):
+        found = router_module.wide_product(x.as_subclass(OnGPU), x.t(), dtype)
+        torch.testing.assert_close(found.as_subclass(torch.Tensor), x.to(dtype) @ x.t().to(dtype))
+    assert asked == [torch.float32]
 
 
 def test_global_losses_take_the_last_batch_and_no_other():
