@@ -70,4 +70,4 @@ def run_pytest(arguments, plugin):
     from tests.test_utils import gloo_pool
 
     gloo_pool.START_METHOD = "fork"
-    return int(pytest.main(["-q", "--tb=short", *arguments], plugins=[plugin]))
+    return int(pytest.main(["-q", "--tb=short", "--assert=plain", *arguments], plugins=[plugin]))

@@ -12,6 +12,7 @@ import threading
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -77,7 +78,9 @@ def load_from(
     def fill() -> None:
         # checksums, reads and copies release the interpreter; a source of another format may not take several threads
         with ThreadPoolExecutor(READERS if isinstance(reader, CheckpointReader) else 1) as pool:
-            list(pool.map(reader.read_into, sharded_state_dict.values()))
+            # weights may be roundings of main parameters in the same memory: those are read when weights are there
+            for _, tensors in groupby(sharded_state_dict.values(), lambda tensor: tensor.name.split(".")[0]):
+                list(pool.map(reader.read_into, tensors))
 
     together(fill, group)
     return {key: tensor.local for key, tensor in sharded_state_dict.items()}
