@@ -47,7 +47,7 @@ def expert_hints(cfg: PretrainConfig, vocab_size: int) -> Iterator[tuple[str, st
 def _sizes(cfg: PretrainConfig, etp: int) -> list[int]:
     """Sizes of expert parallelism that divide experts and ranks, in growing order."""
     experts, ranks = cfg.num_moe_experts or 1, cfg.world_size // (etp * cfg.pipeline_model_parallel_size)
-    return [size for size in range(1, experts + 1) if experts % size == 0 and ranks % size == 0]
+    return [size for size in range(1, min(experts, ranks) + 1) if experts % size == 0 and ranks % size == 0]
 
 
 def _flags(ep: int, etp: int) -> str:
