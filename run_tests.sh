@@ -12,7 +12,7 @@ types=$(mktemp)
 trap 'rm -f "$types"' EXIT
 "$PYTHON" -m mypy >"$types" 2>&1 &  # beside the tests, which leave cores idle
 failed=0
-"$PYTHON" -m pytest -n 2 --dist loadfile || failed=$?
+"$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder || failed=$?
 wait $! || failed=$?
 cat "$types"
 exit $failed

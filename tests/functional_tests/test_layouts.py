@@ -7,7 +7,11 @@ the whole batch in one micro-batch, to 1e-10 in float64 and 1e-5 in float32; ini
 agree to the bit.
 
 Rows that never find what the others miss (``EXTENDED``) run in ``tests/torture/layouts.py`` only.
+
+The matrix is worth its time: every planted bug turns it red, and the first parameter that differs is named.
 """
+
+import dataclasses
 
 import pytest
 
@@ -18,6 +22,48 @@ from tests.test_utils.layout_table import (
     THROUGH_COPY_ENGINES,
     row,
 )
+from tests.test_utils.layouts import compare_with_reference, configure
+
+EMBEDDING = "embedding.word_embeddings.weight"
+NORM = "decoder.layers.0.input_layernorm.weight"
+EXPERTS, ROUTER = "decoder.layers.0.mlp.experts.", "decoder.layers.0.mlp.router.weight"
+
+# planted bug, row, what is found first: its kind, and how its name begins
+BUGS = [
+    ("norm_gradients_not_summed", "tp2-sp", "gradient", NORM),
+    ("norm_gradients_not_summed", "tp4-sp-mqa", "gradient", "decoder.layers.0."),
+    ("gradients_summed_twice", "tp2-sp-sgd", "gradient", NORM),
+    ("gradients_summed_twice", "pp2", "gradient", EMBEDDING),
+    ("only_last_microbatch", "accumulation", "gradient", EMBEDDING),
+    ("only_last_microbatch", "pp2", "gradient", EMBEDDING),
+    ("dropped_layer", "pp2-untied", "weight", "decoder.layers.3."),
+    ("loss_is_a_mean_of_means", "accumulation", "loss", "lm loss"),
+    ("loss_is_a_mean_of_means", "dp4-fp32", "loss", "lm loss"),
+    ("untied_embeddings", "pp2", "gradient", EMBEDDING),
+    ("untied_embeddings", "zero2-pp2-gather", "gradient", EMBEDDING),
+    ("padding_in_the_softmax", "tp2", "loss", "lm loss"),
+    ("dropout_by_local_position", "tp2-sp", "loss", "lm loss"),
+    ("dropout_by_local_position", "cp2", "loss", "lm loss"),
+    ("replicated_counted_on_every_rank", "tp2", "norm", "gradient norm"),
+    ("stale_weights", "zero2-gather", "weight", EMBEDDING),
+    ("bucket_sent_before_it_is_full", "dp2-overlap", "gradient", ""),
+    ("data_order_depends_on_ranks", "dp2", "loss", "lm loss"),
+    ("reduced_in_bf16", "dp2", "gradient", EMBEDDING),
+    ("reduced_in_bf16", "dp4-fp32", "gradient", EMBEDDING),
+    ("same_seed_on_every_rank", "tp2", "weight", EMBEDDING),
+    ("loss_mask_wears_off", "accumulation", "loss", "lm loss"),
+    ("context_parallel_rank_forgets_the_others", "cp2", "gradient", EMBEDDING),
+    ("untied_embeddings", "zero2-pp4-gather", "gradient", EMBEDDING),
+    ("attention_gradients_of_blocks_are_off", "cp2", "gradient", ""),
+    ("router_gradients_not_summed", "tp2-sp-ep2-etp2", "gradient", ROUTER),
+    ("experts_summed_over_dense_ranks", "ep2-etp2-dp8", "gradient", EXPERTS),
+    ("gradients_of_experts_averaged", "ep2-alltoall", "gradient", EXPERTS),
+    ("experts_counted_by_every_copy", "ep2-zero-instances", "norm", "gradient norm"),
+    ("norm_without_the_experts_of_others", "ep8-alltoall", "norm", "gradient norm"),
+    ("expert_bias_from_own_tokens", "ep2-zero-instances", "weight", "decoder.layers.1.mlp.router.expert_bias"),
+    ("side_losses_averaged_over_ranks", "ep2-alltoall", "gradient", EMBEDDING),
+    ("balance_of_own_positions", "cp2-tp2-sp-ep2", "loss", "seq_load_balancing_loss"),
+]
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in EXTENDED])
@@ -36,3 +82,43 @@ def test_the_table_is_large_enough():
     assert len({(name, *rest) for name, *rest in TABLE.values()}) == len(TABLE) >= 240
     assert set(TABLE) > EXTENDED and len(TABLE) - len(EXTENDED) >= 105
     assert set(THROUGH_COPY_ENGINES) > EXTENDED_THROUGH_COPY_ENGINES
+
+
+def short(name):
+    """Two steps are enough for a bug."""
+    return dataclasses.replace(row(name), steps=2)
+
+
+@pytest.mark.parametrize(("bug", "name", "kind", "first"), BUGS, ids=[f"{bug}-{name}" for bug, name, *_ in BUGS])
+def test_a_planted_bug_is_found(matrix, bug, name, kind, first):
+    verdict = matrix.verdict(short(name), bug)
+    assert not verdict.equal
+    assert verdict.first.kind == kind and verdict.first.name.startswith(first), str(verdict.first)
+
+
+def test_the_rows_of_planted_bugs_are_green_without_them(matrix):
+    for name in {name for _, name, *_ in BUGS}:
+        assert matrix.verdict(row(name)).equal
+
+
+def digests(matrix, one, bug=None):
+    """The bits of every gradient and weight after every step, on every rank."""
+    reports = matrix.pool.run(compare_with_reference, one.world_size, one, matrix.reference_of(one), bug)
+    return [[(cell.kind, cell.name, cell.digest) for step in report for cell in step.cells] for report in reports]
+
+
+@pytest.mark.parametrize("name", ["dp4-fp32", "tp2-fp32", "pp2-fp32"])
+def test_a_layout_repeats_bit_for_bit(matrix, name):
+    assert digests(matrix, short(name)) == digests(matrix, short(name))
+
+
+def test_a_run_that_does_not_repeat_is_found(matrix):
+    one = short("dp2")
+    assert digests(matrix, one, "masks_from_the_clock") != digests(matrix, one, "masks_from_the_clock")
+
+
+def test_overlap_changes_no_bit(matrix):
+    one = short("zero2-fp32")
+    plain = [flag for flag in one.layout.split() if flag not in ("--overlap-grad-reduce", "--overlap-param-gather")]
+    assert configure(one.argv, 2, "fp32").overlap_param_gather
+    assert digests(matrix, one) == digests(matrix, dataclasses.replace(one, layout=" ".join(plain)))

@@ -427,5 +427,6 @@ EXTENDED_THROUGH_COPY_ENGINES = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",
     "cut-pp4-zero-bubble", "cut-pp2-vpp-zero-bubble", "mla-pp2-tp2-sp-zero-bubble", "mla-recompute-up-pp2-zero-bubble",
     "mtp-pp2-packed-zero-bubble", "mtp-pp2-vpp-zero2-gather", "sinks-pp2-vpp-recompute",
+    "gemma-2-pp2-tp2-sp-zero-bubble", "gpt-neox-tp2-sp-pp2-halves",
 }  # fmt: skip
 """The same of the rows through copy engines."""
