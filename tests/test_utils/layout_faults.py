@@ -97,7 +97,7 @@ def loss_is_a_mean_of_means(rank):
 def untied_embeddings(rank):
     """The first and the last stage train their copies of the embedding apart."""
     where = module("megatron.core.models.gpt.gpt_model").GPTModel
-    return mock.patch.object(where, "_tie_over_stages", lambda self: None)
+    return mock.patch.object(where, "tie_over_stages", lambda self, **which: None)
 
 
 def padding_in_the_softmax(rank):
@@ -111,13 +111,13 @@ def dropout_by_local_position(rank):
     import torch
 
     where = module("megatron.core.models.gpt.gpt_model").GPTModel
-    correct = where._dropout_coordinates
+    correct = where.dropout_coordinates
 
     def local(self, *arguments):
         at = correct(self, *arguments)
         return dataclasses.replace(at, position_s=torch.arange(len(at.position_s)))
 
-    return mock.patch.object(where, "_dropout_coordinates", local)
+    return mock.patch.object(where, "dropout_coordinates", local)
 
 
 def replicated_counted_on_every_rank(rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,6 @@ from megatron.core.description.model import (
     Config,
     LayerPlace,
     ModelDescription,
-    Op,
     Param,
     Piece,
     Saved,
@@ -26,6 +24,7 @@ from megatron.core.description.model import (
     residual_branch,
     stream_elements,
 )
+from megatron.core.models.common.description import describe_embedding, describe_head, word_tables
 from megatron.core.transformer.moe.moe_description import describe_feed_forward
 
 SETTINGS = (
@@ -52,24 +51,21 @@ def describe_gpt(
     ``vocab_size`` is the true size; 0 where it is not known. ``spec``: that of a layer, or one per layer; None: layers
     of attention and a feed-forward network, described without torch.
     """
-    multiple = math.lcm(make_vocab_size_divisible_by, config.tensor_model_parallel_size)
-    table = (vocab_size, config.hidden_size)
-    stored = (-(-vocab_size // multiple) * multiple, config.hidden_size)
-    word = Param("embedding.word_embeddings.weight", table, {"tp": 0}, stored)
+    word, output = word_tables(
+        config, vocab_size, make_vocab_size_divisible_by, share_embeddings_and_output_weights
+    )  # fmt: skip
     rotary, layers = position_embedding_type in ("rope", "yarn"), []
     for index, describe in enumerate(_layer_descriptions(spec, config.num_layers)):
         branches = describe(config, LayerPlace(index + 1, seq_length, rotary))
         layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in branches))
-    tied_to = word.name if share_embeddings_and_output_weights else None
-    output = Param("output_layer.weight", table, {"tp": 0}, stored, tied_to=tied_to)
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    embedding, predictions = _embedding(config, word, positions), []
+    embedding, predictions = describe_embedding(config, word, positions, SETTINGS), []
     describe = _layer_descriptions(spec, config.num_layers)[-1]
     for depth in range(config.mtp_num_layers or 0):
         branches = describe(config, LayerPlace(config.num_layers + depth + 1, seq_length, rotary))
         pieces = _prediction(config, branches, output, seq_length, embedding)
         predictions += [each.under(f"mtp.layers.{depth}.") for each in pieces]
-    return ModelDescription(embedding, tuple(layers), _head(config, output, seq_length), tuple(predictions))
+    return ModelDescription(embedding, tuple(layers), describe_head(config, output, seq_length), tuple(predictions))
 
 
 def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config, LayerPlace], tuple[Piece, ...]]]:
@@ -102,32 +98,5 @@ def _prediction(
     ops = (*embedding.ops, gemm(project, config, seq_length, gradients=kept, saved=streams))
     yield Piece("prediction", (*norms, project), ops)
     yield from (branch.under("mtp_model_layer.") for branch in branches)
-    head = _head(config, output, seq_length)
+    head = describe_head(config, output, seq_length)
     yield replace(head, params=tuple(norm("final_layernorm", hidden, config)))
-
-
-def _embedding(config: Config, word: Param, positions: int) -> Piece:
-    """Words, and ``positions`` learned positions where there are any."""
-    params = [word]
-    if positions:
-        params.append(Param("embedding.position_embeddings.weight", (positions, config.hidden_size)))
-    elements = stream_elements(config)
-    # a row is read, written and read again as a gradient, and added to a gradient of four bytes
-    traffic = (3.0 * activation_bytes(config) + 2 * 4) * elements
-    saved = (Saved("dropout mask", elements),) if config.hidden_dropout else ()
-    look_up = Op("embedding", "embedding", traffic=traffic, saved=saved)
-    return Piece("embedding", tuple(params), (look_up,), settings=SETTINGS)
-
-
-def _head(config: Config, output: Param, seq_length: int) -> Piece:
-    """Final norm, output layer, loss. Logits that exist a chunk at a time are computed again, not kept."""
-    elements, item, tp = stream_elements(config), activation_bytes(config), config.tensor_model_parallel_size
-    assert output.stored is not None
-    stored, hidden = output.stored[0] // tp, config.hidden_size
-    final = Op("norm", "final_layernorm", traffic=8.0 * item * elements, saved=(Saved("stream", 2 * elements * item),))
-    output_gemm = gemm(output, config, seq_length)
-    copies = 2 if config.final_logit_softcapping else 1
-    logits = (Saved("logits", copies * stored * item),) if config.cross_entropy_chunk_tokens is None else ()
-    loss = Op("cross entropy", "cross entropy", traffic=3.0 * item * stored, saved=logits)
-    norms = [*norm("decoder.final_layernorm", hidden, config)]
-    return Piece("output layer", (*norms, output), (final, output_gemm, loss))

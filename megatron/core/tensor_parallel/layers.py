@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.autograd_handle import AutogradHandle, start_
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, accumulate_product, parallel_linear
-from megatron.core.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megatron.core.tensor_parallel.linear_cross_entropy import LogitSteps, linear_cross_entropy
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -333,7 +333,8 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelOutput(nn.Module):
-    """Hidden states [..., h] -> logits [..., v / tp], the weight (v, h) split along the vocabulary; no bias.
+    """Hidden states [..., h] -> logits [..., v / tp], the weight (v, h) split along the vocabulary, and so is a bias
+    (:meth:`add_bias`).
 
     With labels, global ids int64 [...], the tokens' losses [...] instead (``cross_entropy.py``): only this layer ever
     sees their logits, whose memory then becomes that of their gradient. With ``config.cross_entropy_chunk_tokens`` they
@@ -373,6 +374,7 @@ class VocabParallelOutput(nn.Module):
                 groups=groups, dtype=config.params_dtype,
             )  # fmt: skip
             self.weight.spec = replace(self.weight.spec, tied_to=tied_to)  # type: ignore[attr-defined]
+        self.register_parameter("bias", None)
         gathers = groups.stream(config.sequence_parallel).size > 1
         self.traits = _traits(
             config, groups, gather_input=gathers, reduce_input_gradient=not gathers,
@@ -381,13 +383,21 @@ class VocabParallelOutput(nn.Module):
         self.divisible_by, self.chunk_tokens = divisible_by, config.cross_entropy_chunk_tokens
         self._losses = self._losses_of_logits if self.chunk_tokens is None else self._losses_of_chunks
 
+    def add_bias(self, config: ModelParallelConfig, groups: ProcessGroups) -> None:
+        """Gives every entry of the vocabulary a bias, zero at first."""
+        stored = stored_vocab_size(self.vocab_size, self.divisible_by, groups.tp)
+        self.bias = parameter(
+            (self.vocab_size,), init=Zeros(), mesh={"tp": Shard(0)}, stored=(stored,), ndim=1, groups=groups,
+            dtype=config.params_dtype,
+        )  # fmt: skip
+
     def forward(self, x: Tensor, weight: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
         assert weight is not None, "a shared output layer is called with the embedding's weight"
         return self._logits(x, weight) if labels is None else self._losses(x, weight, labels)
 
     def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        logits = parallel_linear(x, weight, None, self.traits, self.weight_gradient_store)
+        logits = parallel_linear(x, weight, self.bias, self.traits, self.weight_gradient_store)
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
 
     def _losses_of_logits(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -399,5 +409,5 @@ class VocabParallelOutput(nn.Module):
     def _losses_of_chunks(self, x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(
             x, weight, labels, vocab_size=self.vocab_size, traits=self.traits, chunk_tokens=self.chunk_tokens or 0,
-            store=self.weight_gradient_store, soft_cap=self.soft_cap,
+            store=self.weight_gradient_store, logits=LogitSteps(self.bias, self.soft_cap),
         )  # fmt: skip

@@ -18,7 +18,7 @@ Legend: t tokens (s * b), c tokens of a chunk, v vocabulary entries of this rank
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,15 @@ CHUNK_BYTES = 256 << 20
 """Size of a chunk's logits on one rank, where the number of tokens is not given."""
 
 
+class LogitSteps(NamedTuple):
+    """Steps between the GEMM and the softmax, in this order."""
+
+    bias: Tensor | None = None
+    """[v] of this rank."""
+    soft_cap: float | None = None
+    """Logits x become soft_cap * tanh(x / soft_cap)."""
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -55,23 +64,25 @@ def linear_cross_entropy(
     traits: LinearTraits,
     chunk_tokens: int = 0,
     store: WeightGradientStore | None = None,
-    soft_cap: float | None = None,
+    logits: LogitSteps | None = None,
 ) -> Tensor:
     """Losses [s, b] in fp32 (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
 
     ``x`` [s, b, h] is the same on all ranks of the group, or holds this rank's positions (``traits.gather_input``);
     ``weight`` [v, h] is this rank's slice of a padded vocabulary whose true entries end at ``vocab_size``.
-    ``chunk_tokens`` 0: as many as ``CHUNK_BYTES`` hold. ``soft_cap``: logits x become soft_cap * tanh(x / soft_cap).
-    ValueError for a negative number of them; IndexError for
-    targets outside of the vocabulary (on CPU; a device assertion on GPUs).
+    ``chunk_tokens`` 0: as many as ``CHUNK_BYTES`` hold. ``logits``: what becomes of them first. ValueError for a
+    negative number of tokens; IndexError for targets outside of the vocabulary (on CPU; a device assertion on GPUs).
     """
+    steps = logits or LogitSteps()
     if chunk_tokens < 0:
         raise UserError(f"cross_entropy_chunk_tokens {chunk_tokens} is negative; 0 chooses by memory")
     labels = local_labels(target, len(weight), vocab_size, traits.group)
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
     deferred = is_deferred(x, weight, traits, store)
     seen, ready = (FusedGradParam(weight), None) if deferred else autograd_proxy(weight, x, traits)
-    losses = _LinearCrossEntropy.apply(x, seen, labels, traits, chunk, store if deferred else None, ready, soft_cap)
+    losses = _LinearCrossEntropy.apply(
+        x, seen, labels, traits, chunk, store if deferred else None, ready, steps.soft_cap, steps.bias
+    )  # fmt: skip
     return losses.view(target.shape)
 
 
@@ -86,18 +97,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: LinearTraits,
         chunk_tokens: int, store: WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
+        bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.adds_weight = isinstance(weight, FusedGradParam)
         weight = parameter_of(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
         x_th = _whole_input(x, traits)
         statistics = []
-        for chunk, logits in _logits(x_th, weight, chunk_tokens, soft_cap):
+        for chunk, logits in _logits(x_th, weight, chunk_tokens, LogitSteps(bias, soft_cap)):
             statistics.append(ctx.passes.statistics(logits, labels.label_t[chunk], labels.num_true))
         loss_t, softmax = losses_of(torch.cat(statistics, dim=1), labels)
         ctx.save_for_backward(x, weight, labels.label_t, softmax.maximum_t, softmax.total_t)
         ctx.num_true, ctx.traits, ctx.chunk_tokens, ctx.store = labels.num_true, traits, chunk_tokens, store
-        ctx.weight, ctx.soft_cap = weight, soft_cap
+        ctx.weight, ctx.steps = weight, LogitSteps(bias, soft_cap)
         return loss_t
 
     @staticmethod
@@ -111,10 +123,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_x = torch.empty_like(x_th) if needs_x else None
         total = _gradient_sum(ctx.weight, traits) if needs_weight else None
         summing: AsyncHandle | None = None
-        grad_t = grad_loss.contiguous()
-        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens, ctx.soft_cap):
+        grad_t, (bias, soft_cap) = grad_loss.contiguous(), ctx.steps
+        bias_sum = None
+        if bias is not None:
+            bias_sum = torch.zeros_like(bias, dtype=torch.promote_types(bias.dtype, torch.float32))
+        for chunk, logits in _logits(x_th, weight, ctx.chunk_tokens, ctx.steps):
             softmax = Softmax(maximum_t[chunk], total_t[chunk], ctx.num_true)
-            slope = None if ctx.soft_cap is None else 1 - (logits / ctx.soft_cap).square_()
+            slope = None if soft_cap is None else 1 - (logits / soft_cap).square_()
             ctx.passes.gradient(logits, label_t[chunk], softmax, grad_t[chunk], out_tv=logits)
             if slope is not None:
                 logits.mul_(slope)
@@ -124,13 +139,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     summing = start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])
+            if bias_sum is not None:
+                bias_sum += logits.sum(0, dtype=bias_sum.dtype)
             del logits  # the memory of chunks is free before that of the weight's gradient is taken
         grad_weight = None
         if total is not None:
             grad_weight = _hand_over(total, ctx.weight, traits, store)
         if summing is not None:
             grad_x = summing.wait()
-        return grad_x, grad_weight, None, None, None, None, ready_gradient(grad_loss) if needs_ready else None, None
+        ready = ready_gradient(grad_loss) if needs_ready else None
+        grad_bias = None if bias_sum is None else bias_sum.to(bias.dtype)
+        return grad_x, grad_weight, None, None, None, None, ready, None, grad_bias
 
 
 def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
@@ -140,16 +159,18 @@ def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
 
 
 def _logits(
-    x_th: Tensor, weight: Tensor, chunk_tokens: int, soft_cap: float | None
+    x_th: Tensor, weight: Tensor, chunk_tokens: int, steps: LogitSteps
 ) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
-    """(tokens, their capped logits [c, v]), one chunk after the other in the same memory."""
+    """(tokens, their logits [c, v]), one chunk after the other in the same memory."""
     memory = x_th.new_empty((min(chunk_tokens, len(x_th)), len(weight)))
     weight_hv = weight.detach().t()
     for first in range(0, len(x_th), chunk_tokens):
         x_ch = x_th[first : first + chunk_tokens]
         logits = torch.mm(x_ch, weight_hv, out=memory[: len(x_ch)])
-        if soft_cap is not None:
-            logits.div_(soft_cap).tanh_().mul_(soft_cap)
+        if steps.bias is not None:
+            logits.add_(steps.bias.detach())
+        if steps.soft_cap is not None:
+            logits.div_(steps.soft_cap).tanh_().mul_(steps.soft_cap)
         yield slice(first, first + len(x_ch)), logits
 
 

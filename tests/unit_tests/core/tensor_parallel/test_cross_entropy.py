@@ -209,3 +209,20 @@ def test_chunks_and_whole_logits_agree_on_a_gpu(vocab, chunk_tokens):
             assert (part - exact).norm() / exact.norm() < 2e-2
     assert peaks[1] < 2 * tokens * stored * 2, "more than the logits and little else"
     assert peaks[2] < peaks[1] * (0.75 if chunk_tokens else 1.05), "chunks that fill 256 MiB may be one"
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+def test_biases_of_the_vocabulary_in_chunks(soft_cap):
+    x, weight, labels, grad = problem(19, 19)
+    bias = torch.linspace(-1, 1, 19, dtype=DOUBLE)
+    chunked, whole = ([each.clone().requires_grad_() for each in (x, weight, bias)] for _ in range(2))
+    traits, steps = LinearTraits(SINGLE_PROCESS.tp), LogitSteps(chunked[2], soft_cap)
+    losses = linear_cross_entropy(
+        *chunked[:2], labels, vocab_size=19, traits=traits, chunk_tokens=5, logits=steps
+    )  # fmt: skip
+    logits = F.linear(*whole)
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    torch.testing.assert_close(losses, expected)
+    for found, wanted in zip(torch.autograd.grad(losses, chunked, grad), torch.autograd.grad(expected, whole, grad)):
+        torch.testing.assert_close(found, wanted)

@@ -1,0 +1,54 @@
+"""Describes what stands around the layers of language models. Torch-free."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.core.description.model import (
+    Config,
+    Op,
+    Param,
+    Piece,
+    Saved,
+    activation_bytes,
+    gemm,
+    norm,
+    stream_elements,
+)
+
+
+def word_tables(config: Config, vocab_size: int, divisible_by: int, shared: bool) -> tuple[Param, Param]:
+    """Word embeddings and the weight of the output layer, a copy of them where it is ``shared``."""
+    multiple = math.lcm(divisible_by, config.tensor_model_parallel_size)
+    table = (vocab_size, config.hidden_size)
+    stored = (-(-vocab_size // multiple) * multiple, config.hidden_size)
+    word = Param("embedding.word_embeddings.weight", table, {"tp": 0}, stored)
+    return word, Param("output_layer.weight", table, {"tp": 0}, stored, tied_to=word.name if shared else None)
+
+
+def describe_embedding(config: Config, word: Param, positions: int, settings: tuple[str, ...]) -> Piece:
+    """Words, and ``positions`` learned positions where there are any; the ``settings`` that weights around the layers
+    depend on."""
+    params = [word]
+    if positions:
+        params.append(Param("embedding.position_embeddings.weight", (positions, config.hidden_size)))
+    elements = stream_elements(config)
+    # a row is read, written and read again as a gradient, and added to a gradient of four bytes
+    traffic = (3.0 * activation_bytes(config) + 2 * 4) * elements
+    saved = (Saved("dropout mask", elements),) if config.hidden_dropout else ()
+    look_up = Op("embedding", "embedding", traffic=traffic, saved=saved)
+    return Piece("embedding", tuple(params), (look_up,), settings=settings)
+
+
+def describe_head(config: Config, output: Param, seq_length: int, final_norm: str = "decoder.final_layernorm") -> Piece:
+    """Final norm, output layer, loss. Logits that exist a chunk at a time are computed again, not kept."""
+    elements, item, tp = stream_elements(config), activation_bytes(config), config.tensor_model_parallel_size
+    assert output.stored is not None
+    stored, hidden = output.stored[0] // tp, config.hidden_size
+    final = Op("norm", "final_layernorm", traffic=8.0 * item * elements, saved=(Saved("stream", 2 * elements * item),))
+    output_gemm = gemm(output, config, seq_length)
+    copies = 2 if config.final_logit_softcapping else 1
+    logits = (Saved("logits", copies * stored * item),) if config.cross_entropy_chunk_tokens is None else ()
+    loss = Op("cross entropy", "cross entropy", traffic=3.0 * item * stored, saved=logits)
+    norms = [*norm(final_norm, hidden, config)]
+    return Piece("output layer", (*norms, output), (final, output_gemm, loss))
