@@ -96,7 +96,7 @@ def native_folder(path: Path, step: int | None) -> Path:
 
 
 def total_bytes(tensors: dict[str, LazyTensor]) -> int:
-    """Of all tensors."""
+    """The bytes of all tensors."""
     return sum(map(size_of, tensors.values()))
 
 

@@ -20,9 +20,9 @@ from megatron.core.dist_checkpointing.writer import flat_bytes
 
 SLAB_BYTES = 8 * BLOCK_BYTES
 ALIGNMENT = 512
-"""Of each copy's target, as a GPU's copy engine likes it."""
+"""Bytes, of each copy's target: as a GPU's copy engine likes it."""
 SHARE_OF_MEMORY = 0.5
-"""Of what is free on the host, for all ranks there together."""
+"""The share of the host's free memory that all ranks there may take together."""
 
 Slab = tuple[Tensor, list[tuple[int, int]]]
 """Memory, and where the blocks in it begin and end."""

@@ -90,7 +90,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's tensors."""
+        """The bytes of this rank's tensors."""
         return sum(tensor.local.numel() * tensor.local.element_size() for tensor in self.tensors)
 
     def without_data(self) -> Part:

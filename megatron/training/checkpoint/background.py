@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.writer import Blocks, Fault, Part
 from megatron.core.groups.process_groups import Group
 
 NO_TIMEOUT = timedelta(days=30)
-"""Of the group: slow files are judged by :meth:`BackgroundWriter.check`, which knows the rank that has them."""
+"""The group's own: slow files are judged by :meth:`BackgroundWriter.check`, which knows the rank that has them."""
 LEAVING_SECONDS = 20.0
 """How long an error of training, which ends the process, waits for the save behind it."""
 

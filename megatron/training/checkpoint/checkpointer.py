@@ -86,7 +86,7 @@ class SaveReport:
     stall: float = 0.0
     """The part of them for which training stood still on this rank."""
     num_bytes: int = 0
-    """Of all ranks' tensors."""
+    """The bytes of all ranks' tensors."""
 
 
 class Checkpointer:

@@ -54,7 +54,7 @@ MODEL = {"seq_length", *(field.name for group in GROUPS for field in dataclasses
 }  # fmt: skip
 """Settings of a model, without those of how and where it is computed."""
 FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "max_position_embeddings"}
-"""Of these, the ones in which a command line may not contradict weights."""
+"""Settings in which a command line may not contradict weights."""
 WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
 _LISTED = 20
@@ -115,7 +115,7 @@ def check_tensors(
 
 
 def _differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Of names with the first component of the expected ones."""
+    """Problems with the names that begin as the expected ones do (``model.``, ``optimizer.``)."""
     stem = next(iter(expected)).split(".")[:1]
     found = {name: tensor for name, tensor in tensors.items() if name.split(".")[:1] == stem}
     problems = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in found]

@@ -35,7 +35,7 @@ def is_dense(args: Any) -> bool:
 
 
 def settings_to_compare(architecture: Iterable[str]) -> list[str]:
-    """Of the settings that say what weights mean, those that a dense model shares with its mixture of experts."""
+    """The settings of ``architecture`` that a dense model shares with its mixture of experts."""
     return [name for name in architecture if "moe_" not in name and name != "ffn_hidden_size"]
 
 

@@ -42,7 +42,7 @@ class Layout:
         return [[ours]]
 
     def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
-        """Of their tensor, before it is transposed; ``ndim`` is 2 for weights and 1 for the rest."""
+        """Their tensor's shape before it is transposed; ``ndim`` is 2 for weights and 1 for the rest."""
         tail = views[0].shape[views[0].ndim - ndim + 1 :] if ndim > 1 else ()
         return (sum(math.prod(view.shape[: view.ndim - len(tail)]) for view in views), *tail)
 

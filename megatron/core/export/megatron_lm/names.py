@@ -89,7 +89,7 @@ _OLD_NAMES = [
     (r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r".mlp.experts.experts.\2.\3\1"),
     (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.experts.\1.\2\3"),
 ]  # fmt: skip
-"""Of versions before Megatron Core, of DistributedDataParallel, of experts one by one (``weight7``)."""
+"""Names before Megatron Core, in DistributedDataParallel, and of experts one by one (``weight7``), as they are now."""
 
 _NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_tokens_per_expert|word_embeddings_for_head")
 
@@ -175,7 +175,7 @@ _NOT_TAKEN = {
     "transformer_impl", "use_checkpoint_args", "finetune", "no_load_optim", "no_load_rng", "spec", "padded_vocab_size",
     "exit_on_missing_checkpoint",
 }  # fmt: skip
-"""Of the run, not of the model or its training."""
+"""Settings of the run, not of the model or its training."""
 
 
 def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -268,7 +268,7 @@ def test_an_activation_moves_eight_tensors_of_its_width():
 
 
 def test_what_experts_move_beside_their_gemms():
-    """Of 16 local tokens 3 copies each: gathered and added up, read and written, forward and backward; the gated
+    """16 local tokens, 3 copies each: gathered and added up, read and written, forward and backward; the gated
     activation of half of an expert's 24 channels as above, of both expert-tensor ranks' tokens."""
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, swiglu=True, bf16=True, num_moe_experts=4,

@@ -10,7 +10,7 @@ GELU = {
     "gelu_new": {"bias_gelu_fusion": True}, "gelu_pytorch_tanh": {"bias_gelu_fusion": True},
     "gelu_fast": {"bias_gelu_fusion": True}, "gelu": {"bias_gelu_fusion": False},
 }  # fmt: skip
-"""Of layers with biases: the fused form is the tanh approximation."""
+"""Activations of layers with biases: the fused form is the tanh approximation."""
 
 FAMILY = Family(
     "gpt2", "GPT2LMHeadModel",
