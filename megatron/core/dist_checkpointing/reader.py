@@ -28,8 +28,6 @@ from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
 
 MAX_ASSET_BYTES = 2**31
-READERS = 4
-"""Threads that fill a rank's tensors."""
 _LISTED = 40
 """Problems spelled out in one message."""
 
@@ -76,8 +74,8 @@ def load_from(
     together(check, group)
 
     def fill() -> None:
-        # checksums, reads and copies release the interpreter; a source of another format may not take several threads
-        with ThreadPoolExecutor(READERS if isinstance(reader, CheckpointReader) else 1) as pool:
+        # checksums, reads and copies release the interpreter
+        with ThreadPoolExecutor(reader.num_threads) as pool:
             # weights may be roundings of main parameters in the same memory: those are read when weights are there
             for _, tensors in groupby(sharded_state_dict.values(), lambda tensor: tensor.name.split(".")[0]):
                 list(pool.map(reader.read_into, tensors))
@@ -104,6 +102,8 @@ class Source(Protocol):
     """What :func:`load_from` reads from: a checkpoint, or the tensors of another format."""
 
     directory: Path
+    num_threads: int
+    """How many threads may call :meth:`read_into` at a time."""
 
     @property
     def names(self) -> list[str]: ...
@@ -128,6 +128,8 @@ class CheckpointReader:
     Args:
         checkpoint_dir: ``…/iter_0001000``.
     """
+
+    num_threads = 4
 
     def __init__(self, checkpoint_dir: str | os.PathLike) -> None:
         self.directory = Path(checkpoint_dir)

@@ -143,6 +143,8 @@ class InterchangeReader:
     Of one tensor at a time the rows of a rectangle are in memory.
     """
 
+    num_threads = 1
+
     def __init__(self, interchange: Interchange, directory: str | os.PathLike) -> None:
         self.tensors, self.directory = interchange.tensors, Path(directory)
 

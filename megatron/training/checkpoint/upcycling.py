@@ -58,6 +58,8 @@ class DenseCheckpoint:
         chunks: the model's on this rank, not wrapped.
     """
 
+    num_threads = 1
+
     def __init__(self, reader: CheckpointReader, chunks: Iterable[nn.Module], cfg: PretrainConfig) -> None:
         self.directory, self._reader, self._cfg = reader.directory, reader, cfg
         self._slices = cfg.moe_upcycling_granularity
