@@ -44,7 +44,8 @@ def main() -> int:
     from megatron.core.groups.process_groups import SINGLE_PROCESS
     from megatron.core.inference.sampling import generate
     from megatron.core.tokenizers import build_tokenizer
-    from megatron.training.checkpoint.checkpointer import Checkpointer, apply_checkpoint_args
+    from megatron.training.checkpoint.checkpointer import Checkpointer
+    from megatron.training.checkpoint.settings import apply_checkpoint_args
     from megatron.training.initialize import training_device
     from megatron.training.tasks.gpt import GPTTask
 

@@ -22,10 +22,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import log_arguments, validate_args
-from megatron.training.checkpoint.checkpointer import Checkpointer, apply_checkpoint_args
+from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.history import check_save_folder
 from megatron.training.checkpoint.other_formats import apply_hf_settings, load_hf_weights
-from megatron.training.checkpoint.settings import settings_of_weights
+from megatron.training.checkpoint.settings import apply_checkpoint_args, settings_of_weights
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig

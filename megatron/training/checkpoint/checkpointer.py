@@ -20,51 +20,29 @@ from torch import nn
 
 from megatron.core.dist_checkpointing import writer
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.exchange import from_first_rank, together
-from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT, MANIFEST, read_manifest
-from megatron.core.dist_checkpointing.reader import CheckpointReader, Source, load_from, together_reader
+from megatron.core.dist_checkpointing.exchange import from_first_rank
+from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT
 from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
-from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
-from megatron.training.arguments import config_to_dict
 from megatron.training.checkpoint.background import BackgroundWriter
 from megatron.training.checkpoint.files import (
-    Found,
     alternative,
     delete_checkpoint,
-    find_checkpoint,
     get_checkpoint_name,
     read_tracker,
     saved_iterations,
     write_tracker,
 )
-from megatron.training.checkpoint.history import (
-    continues,
-    fast_folder,
-    find_resumable,
-    identity,
-    same_folder,
-    set_aside,
-)
+from megatron.training.checkpoint.history import fast_folder, identity, set_aside
+from megatron.training.checkpoint.live_state import LiveState
+from megatron.training.checkpoint.loading import Loading, find_start
 from megatron.training.checkpoint.lock import SaveLock
-from megatron.training.checkpoint.random_states import rng_tensors, set_rng_state
-from megatron.training.checkpoint.schema import malformed
-from megatron.training.checkpoint.settings import (
-    ARCHITECTURE,
-    apply_checkpoint_args,
-    check_args,
-    in_a_box,
-    load_checkpoint_args,
-    software_versions,
-)
-from megatron.training.checkpoint.upcycling import DenseCheckpoint, check_width, is_dense, settings_to_compare
+from megatron.training.checkpoint.settings import ARCHITECTURE
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
-
-__all__ = ["Checkpointer", "apply_checkpoint_args", "load_checkpoint_args"]
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +91,8 @@ class Checkpointer:
         self.architecture = ARCHITECTURE if architecture is None else architecture
         self.cfg, self.groups, self.fault = cfg, groups, fault
         self.chunks = [unwrapped(chunk) for chunk in model_chunks]
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.tokenizer = None if tokenizer is None else tokenizer.fingerprint
+        fingerprint = None if tokenizer is None else tokenizer.fingerprint
+        self.live = LiveState(cfg, self.chunks, optimizer, scheduler, groups, fingerprint)
         self._failures: dict[str, int] = {}
         """Saves in a row that failed, of each folder."""
         self.last_failure = ""
@@ -182,9 +160,11 @@ class Checkpointer:
         folder, iteration = self.fast if fast and self.fast is not None else cfg.save, state.iteration
         # Megatron-LM's line up to the name of the format, which scripts look for
         logger.info("saving checkpoint at iteration %7d to %s in %s format", iteration, folder, FORMAT)
-        live = None if self.optimizer is None or cfg.no_save_optim else self.optimizer.state_dict()
-        part = writer.plan(self._tensors(optimizer=live, rng=not cfg.no_save_rng, rounded=True), world)
-        objects, files = self._objects(state, live), part
+        optimizer = None if self.live.optimizer is None or cfg.no_save_optim else self.live.optimizer.state_dict()
+        part = writer.plan(self.live.tensors(optimizer=optimizer, rng=not cfg.no_save_rng, rounded=True), world)
+        objects, files = self.live.objects(state, optimizer), part
+        if self._identity is not None:
+            objects["folder"] = self._identity
         report = SaveReport(dataclasses.replace(state), folder, False, background)
 
         def work(group: Group, blocks: Blocks, fault: Fault) -> int:
@@ -242,7 +222,7 @@ class Checkpointer:
         self._failures = {} if folder == self.cfg.save else {**self._failures, folder: 0}
         logger.info(
             "  successfully saved checkpoint from iteration %7d to %s [ t %d/%d, p %d/%d ]",
-            iteration, folder, *self._coordinates(),
+            iteration, folder, *self.live.coordinates,
         )  # fmt: skip
         seconds = ended - began
         stall = report.stall if report.background else seconds
@@ -255,11 +235,6 @@ class Checkpointer:
             for each in filter(None, (self.cfg.save, fast_folder(self.cfg))):
                 set_aside(each, self._continued_from)
             self._is_clear = True
-
-    def _coordinates(self) -> tuple[int, int, int, int]:
-        """Tensor rank and size, pipeline rank and size, counted from 1."""
-        tp, pp = self.groups.tp, self.groups.pp
-        return tp.rank + 1, tp.size, pp.rank + 1, pp.size
 
     def _finish(self, folder: str, iteration: int, fault: Fault) -> None:
         """Tracker, then retention, on the first rank."""
@@ -278,40 +253,6 @@ class Checkpointer:
                 if retain is None or old % retain:
                     delete_checkpoint(folder, old, fault)
 
-    def _tensors(
-        self, *, optimizer: dict[str, Any] | None, rng: bool, rounded: bool = False
-    ) -> dict[str, ShardedTensor]:
-        """Everything that is stored as tensors, under global names; ``rounded`` as it is stored, else as it lives.
-
-        Weights come before the main parameters, of which they may be roundings in the same memory. ``optimizer``: its
-        state, if wanted.
-        """
-        tensors: dict[str, ShardedTensor] = {}
-        for chunk in self.chunks:
-            tensors |= module_tensors(chunk, prefix="model.", groups=self.groups, rounded=rounded)
-        if optimizer is not None and self.optimizer is not None:
-            tensors |= self.optimizer.sharded_tensors("optimizer.", optimizer)
-        if rng:
-            tensors |= rng_tensors(self.groups.world.rank, self.groups.world.size)
-        return tensors
-
-    def _objects(self, state: TrainState, optimizer: dict[str, Any] | None) -> dict[str, Any]:
-        """Everything that is stored as JSON."""
-        objects: dict[str, Any] = {
-            "iteration": state.iteration,
-            "train_state": state.to_dict(),
-            "args": config_to_dict(self.cfg),
-            "tokenizer": self.tokenizer,
-            "versions": software_versions(),
-        }
-        if optimizer is not None:
-            objects["optimizer"] = {key: optimizer[key] for key in ("step", "grad_scaler")}
-        if self.scheduler is not None:
-            objects["scheduler"] = self.scheduler.state_dict()
-        return objects if self._identity is None else {**objects, "folder": self._identity}
-
-    # ---- loading
-
     def load(self) -> TrainState | None:
         """Restore what --load (or --pretrained-checkpoint) holds; None to start from scratch.
 
@@ -319,148 +260,18 @@ class Checkpointer:
             CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names, or
                 nothing there with --exit-on-missing-checkpoint.
         """
-        found, weights_only = self._find()
-        if found is None:
+        start = find_start(self.cfg, self.groups.world)
+        if start is None:
             return None
+        found, self._continued_from = start.found, start.continued_from
         logger.info(" loading checkpoint from %s at iteration %d", Path(found.directory).parent, found.iteration)
         try:
-            return self._restore(found, weights_only)
+            loading = Loading(self.live, start, self.architecture)
+            state, self.left_alone = loading.restore(), loading.left_alone
         except CheckpointDamagedError as error:
             earlier = "" if found.release else alternative(Path(found.directory).parent, found.iteration)
             raise CheckpointDamagedError(f"{error}{earlier}") from None
-
-    def _find(self) -> tuple[Found | None, bool]:
-        """The checkpoint to load, as the first rank sees it, and whether only its weights are wanted."""
-        cfg = self.cfg
-
-        def search() -> list | None:
-            for find, finetune in (
-                (lambda: find_resumable(cfg, repair=True), cfg.finetune),
-                (lambda: find_checkpoint(cfg.pretrained_checkpoint, repair=True), True),
-            ):  # fmt: skip
-                found = find()
-                if found is not None:
-                    weights_only = finetune or self._is_upcycled(found)
-                    self._continued_from = self._continuation(found, weights_only)
-                    return [found.directory, found.iteration, found.release, weights_only or found.release]
-            if cfg.exit_on_missing_checkpoint and cfg.load_hf is None:
-                raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
-            if cfg.load is not None and cfg.load_hf is None:
-                logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
-            return None
-
-        answer = from_first_rank(search, self.groups.world)
-        return (None, False) if answer is None else (Found(*answer[:3]), answer[3])
-
-    def _is_upcycled(self, found: Found) -> bool:
-        """Whether ``found`` is the dense model that --moe-use-upcycling starts from; one with experts goes on."""
-        if not self.cfg.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
-            return False
-        folder = str(Path(found.directory).parent)
-        if same_folder(folder, self.cfg.save) and not self.cfg.start_over:
-            raise CheckpointError(f"--save {folder}: holds the dense model to start from; choose another folder")
-        return True
-
-    def _continuation(self, found: Found, finetune: bool) -> int | None:
-        """The iteration that what is saved will follow on in --save; None if it belongs to another history."""
-        folder = self.cfg.save
-        if folder is None or self.cfg.start_over or (finetune and not found.release):
-            return None
-        is_fast = same_folder(str(Path(found.directory).parent), fast_folder(self.cfg))
-        return found.iteration if is_fast or continues(folder, found) else None
-
-    def _restore(self, found: Found, weights_only: bool) -> TrainState:
-        cfg, world = self.cfg, self.groups.world
-        reader = together_reader(found.directory, world)
-        changes = from_first_rank(lambda: self._check_objects(reader, found, weights_only), world)
-        wants_optimizer = self.optimizer is not None and not weights_only and not cfg.no_load_optim
-        wants_rng = not weights_only and not cfg.no_load_rng and self._same_world(reader)
-        live = self.optimizer.state_dict() if self.optimizer is not None and wants_optimizer else None
-        tensors = self._tensors(optimizer=live, rng=wants_rng)
-        source: Source = reader
-        if cfg.moe_use_upcycling and is_dense(reader.objects["args"]):
-            source = dense = DenseCheckpoint(reader, self.chunks, cfg)
-            tensors = dense.tensors_to_read(tensors)
-        ignored = [prefix for prefix, wanted in (("optimizer.", wants_optimizer), ("rng.", wants_rng)) if not wanted]
-        load_from(source, tensors, allow_unused=ignored, group=world)
-        self.left_alone = [name for name in reader.names if name.startswith(tuple(ignored))]
-        if cfg.dist_ckpt_strictness.startswith("log_"):
-            total, left = len(reader.names), self.left_alone
-            logger.info(
-                "--dist-ckpt-strictness %s: %d of %d stored names are loaded, none is missing%s",
-                cfg.dist_ckpt_strictness, total - len(left), total,
-                f"; left alone, as flags ask: {', '.join(left)}" if left else "",
-            )  # fmt: skip
-        if self.optimizer is not None and live is not None:
-            self.optimizer.load_state_dict({**live, **reader.objects["optimizer"]})
-            if self.scheduler is not None and "scheduler" in reader.objects:
-                self.scheduler.load_state_dict(reader.objects["scheduler"])
-        elif self.optimizer is not None:
-            self.optimizer.reload_model_params()
-        if wants_rng:
-            states = {name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")}
-            together(lambda: set_rng_state(states), world)
-        logger.info(
-            "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
-            Path(found.directory).parent, *self._coordinates(), found.iteration,
-        )  # fmt: skip
-        if changes and world.is_first:
-            logger.warning("%s", in_a_box(changes))  # last, so that no other line of the start pushes it off the screen
-        return TrainState() if weights_only else TrainState.from_dict(reader.objects["train_state"])
-
-    def _check_objects(self, reader: CheckpointReader, found: Found, weights_only: bool) -> list[str]:
-        """Refuse what is there but must not be loaded; what changes results and is allowed, in words."""
-        objects, cfg = reader.objects, self.cfg
-        where = reader.directory / MANIFEST
-        if wrong := malformed(objects, release=found.release):
-            raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(wrong)}")
-        if damaged := reader.verify_assets():
-            raise CheckpointDamagedError("; ".join(damaged))
-        problems = []
-        if not found.release and objects["iteration"] != found.iteration:
-            problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
-        known = None not in (self.tokenizer, objects["tokenizer"])
-        if known and not weights_only and self.tokenizer != objects["tokenizer"]:
-            problems.append(f"{found.directory} was trained with another tokenizer: use its own, or --finetune")
-        if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" not in objects:
-            problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
-        if not weights_only and self.optimizer is not None and not cfg.no_load_optim and "optimizer" in objects:
-            problems += self._other_precision(reader, found)
-            if cfg.fp16 and cfg.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
-                fix = "give its --loss-scale, or add --no-load-optim"
-                problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
-        if not weights_only and not cfg.no_load_rng and not any(name.startswith("rng.") for name in reader.names):
-            problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
-        if problems:
-            raise CheckpointError("; ".join(problems))
-        architecture = self.architecture
-        if cfg.moe_use_upcycling and is_dense(objects["args"]):
-            architecture = settings_to_compare(architecture)
-            check_width(objects["args"], cfg, found.directory)
-        return check_args(
-            objects, config_to_dict(cfg), found.directory, architecture=architecture, weights_only=weights_only
-        )
-
-    def _other_precision(self, reader: CheckpointReader, found: Found) -> list[str]:
-        """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""
-        stored = any(name.startswith("optimizer.main_param.") for name in reader.names)
-        if stored == (self.cfg.bf16 or self.cfg.fp16):
-            return []
-        precisions = ("half precision (--bf16 or --fp16)", "full precision")
-        theirs, ours = precisions if stored else reversed(precisions)
-        return [
-            f"{found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in the same"
-            " precision, or add --no-load-optim to go on from its weights with fresh optimizer state"
-        ]
-
-    def _same_world(self, reader: CheckpointReader) -> bool:
-        """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""
-        mine = rng_tensors(self.groups.world.rank, self.groups.world.size)
-        stored = {name: reader.shape(name) for name in reader.names if name.startswith("rng.")}
-        if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:
-            return True
-        logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
-        return False
+        return state
 
 
 def _one_host(world_size: int) -> bool:

@@ -13,9 +13,9 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader
 from megatron.core.dist_checkpointing.manifest import FORMAT
 from megatron.training.checkpoint import settings as checkpoint_args
-from megatron.training.checkpoint.checkpointer import apply_checkpoint_args, load_checkpoint_args
 from megatron.training.checkpoint.files import saved_iterations
 from megatron.training.checkpoint.lock import SaveLock
+from megatron.training.checkpoint.settings import apply_checkpoint_args, load_checkpoint_args
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings

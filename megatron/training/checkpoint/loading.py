@@ -1,0 +1,201 @@
+"""Loads what a run begins from: finds the checkpoint, refuses what does not fit it, and fills the run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.exchange import from_first_rank, together
+from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.dist_checkpointing.reader import Source, load_from, together_reader
+from megatron.core.groups.process_groups import Group
+from megatron.training.arguments import config_to_dict
+from megatron.training.checkpoint.files import Found, find_checkpoint
+from megatron.training.checkpoint.history import continues, fast_folder, find_resumable, same_folder
+from megatron.training.checkpoint.live_state import LiveState
+from megatron.training.checkpoint.random_states import rng_tensors, set_rng_state
+from megatron.training.checkpoint.schema import malformed
+from megatron.training.checkpoint.settings import check_args, in_a_box
+from megatron.training.checkpoint.upcycling import DenseCheckpoint, check_width, is_dense, settings_to_compare
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.train_state import TrainState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run begins from."""
+
+    found: Found
+    weights_only: bool
+    continued_from: int | None
+    """Its iteration if what is saved will follow on it in --save; None: it belongs to another history."""
+
+
+def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
+    """What --load or --pretrained-checkpoint holds, as the first rank sees it. Collective.
+
+    Raises:
+        CheckpointError: nothing is there with --exit-on-missing-checkpoint, or --save holds the dense model that
+            --moe-use-upcycling starts from.
+    """
+
+    def search() -> list | None:
+        for find, finetune in (
+            (lambda: find_resumable(cfg, repair=True), cfg.finetune),
+            (lambda: find_checkpoint(cfg.pretrained_checkpoint, repair=True), True),
+        ):  # fmt: skip
+            found = find()
+            if found is not None:
+                weights_only = finetune or _is_upcycled(cfg, found)
+                continued_from = _continuation(cfg, found, weights_only)
+                return [found.directory, found.iteration, found.release, weights_only or found.release, continued_from]
+        if cfg.exit_on_missing_checkpoint and cfg.load_hf is None:
+            raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
+        if cfg.load is not None and cfg.load_hf is None:
+            logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
+        return None
+
+    answer = from_first_rank(search, world)
+    return None if answer is None else Start(Found(*answer[:3]), *answer[3:])
+
+
+def _is_upcycled(cfg: PretrainConfig, found: Found) -> bool:
+    """Whether ``found`` is the dense model that --moe-use-upcycling starts from; one with experts goes on."""
+    if not cfg.moe_use_upcycling or not is_dense(read_manifest(found.directory)["objects"].get("args")):
+        return False
+    folder = str(Path(found.directory).parent)
+    if same_folder(folder, cfg.save) and not cfg.start_over:
+        raise CheckpointError(f"--save {folder}: holds the dense model to start from; choose another folder")
+    return True
+
+
+def _continuation(cfg: PretrainConfig, found: Found, finetune: bool) -> int | None:
+    if cfg.save is None or cfg.start_over or (finetune and not found.release):
+        return None
+    is_fast = same_folder(str(Path(found.directory).parent), fast_folder(cfg))
+    return found.iteration if is_fast or continues(cfg.save, found) else None
+
+
+class Loading:
+    """One checkpoint and the run that it fills. Every method is collective over all ranks.
+
+    Args:
+        live: what is filled.
+        start: what is loaded.
+        architecture: names of settings that say what weights mean.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be opened.
+    """
+
+    def __init__(self, live: LiveState, start: Start, architecture: Sequence[str]) -> None:
+        self.live, self.architecture = live, architecture
+        self.cfg, self.world = live.cfg, live.groups.world
+        self.found, self.weights_only = start.found, start.weights_only
+        self.reader = together_reader(self.found.directory, self.world)
+        self.wants_optimizer = live.optimizer is not None and not self.weights_only and not self.cfg.no_load_optim
+        self.wants_rng = not self.weights_only and not self.cfg.no_load_rng
+        self.left_alone: list[str] = []
+        """Names that the checkpoint holds and :meth:`restore` was not to load, as with --no-load-optim."""
+
+    def restore(self) -> TrainState:
+        """Fill the run; its counters.
+
+        Raises:
+            CheckpointError: on all ranks: damage, another architecture or tokenizer, missing or unused names.
+        """
+        cfg, world, reader, live = self.cfg, self.world, self.reader, self.live
+        changes = from_first_rank(self._check_objects, world)
+        wants_rng = self.wants_rng and self._same_world()
+        state = live.optimizer.state_dict() if live.optimizer is not None and self.wants_optimizer else None
+        tensors = live.tensors(optimizer=state, rng=wants_rng)
+        source: Source = reader
+        if cfg.moe_use_upcycling and is_dense(reader.objects["args"]):
+            source = dense = DenseCheckpoint(reader, live.chunks, cfg)
+            tensors = dense.tensors_to_read(tensors)
+        wanted = (("optimizer.", self.wants_optimizer), ("rng.", wants_rng))
+        ignored = tuple(prefix for prefix, is_wanted in wanted if not is_wanted)
+        load_from(source, tensors, allow_unused=ignored, group=world)
+        self.left_alone = [name for name in reader.names if name.startswith(ignored)]
+        if cfg.dist_ckpt_strictness.startswith("log_"):
+            total, left = len(reader.names), self.left_alone
+            logger.info(
+                "--dist-ckpt-strictness %s: %d of %d stored names are loaded, none is missing%s",
+                cfg.dist_ckpt_strictness, total - len(left), total,
+                f"; left alone, as flags ask: {', '.join(left)}" if left else "",
+            )  # fmt: skip
+        if live.optimizer is not None and state is not None:
+            live.optimizer.load_state_dict({**state, **reader.objects["optimizer"]})
+            if live.scheduler is not None and "scheduler" in reader.objects:
+                live.scheduler.load_state_dict(reader.objects["scheduler"])
+        elif live.optimizer is not None:
+            live.optimizer.reload_model_params()
+        if wants_rng:
+            states = {name[len("rng.") :]: t.local[0] for name, t in tensors.items() if name.startswith("rng.")}
+            together(lambda: set_rng_state(states), world)
+        logger.info(
+            "  successfully loaded checkpoint from %s [ t %d/%d, p %d/%d ] at iteration %d",
+            Path(self.found.directory).parent, *live.coordinates, self.found.iteration,
+        )  # fmt: skip
+        if changes and world.is_first:
+            logger.warning("%s", in_a_box(changes))  # last, so that no other line of the start pushes it off the screen
+        return TrainState() if self.weights_only else TrainState.from_dict(reader.objects["train_state"])
+
+    def _check_objects(self) -> list[str]:
+        """Refuse what is there but must not be loaded; what changes results and is allowed, in words."""
+        reader, found, cfg, objects = self.reader, self.found, self.cfg, self.reader.objects
+        where = reader.directory / MANIFEST
+        if wrong := malformed(objects, release=found.release):
+            raise CheckpointDamagedError(f"{where}: not as training writes it: {'; '.join(wrong)}")
+        if damaged := reader.verify_assets():
+            raise CheckpointDamagedError("; ".join(damaged))
+        problems = []
+        if not found.release and objects["iteration"] != found.iteration:
+            problems.append(f"{found.directory} is of iteration {objects['iteration']}: it was renamed")
+        known = None not in (self.live.tokenizer, objects["tokenizer"])
+        if known and not self.weights_only and self.live.tokenizer != objects["tokenizer"]:
+            problems.append(f"{found.directory} was trained with another tokenizer: use its own, or --finetune")
+        if self.wants_optimizer and "optimizer" not in objects:
+            problems.append(f"{found.directory} was saved with --no-save-optim: add --no-load-optim or --finetune")
+        elif self.wants_optimizer:
+            problems += self._other_precision()
+            if cfg.fp16 and cfg.loss_scale is None and objects["optimizer"]["grad_scaler"].keys() == {"scale"}:
+                fix = "give its --loss-scale, or add --no-load-optim"
+                problems.append(f"{found.directory} was trained with a constant loss scale: {fix}")
+        if self.wants_rng and not any(name.startswith("rng.") for name in reader.names):
+            problems.append(f"{found.directory} was saved with --no-save-rng: add --no-load-rng or --finetune")
+        if problems:
+            raise CheckpointError("; ".join(problems))
+        architecture = self.architecture
+        if cfg.moe_use_upcycling and is_dense(objects["args"]):
+            architecture = settings_to_compare(architecture)
+            check_width(objects["args"], cfg, found.directory)
+        return check_args(
+            objects, config_to_dict(cfg), found.directory, architecture=architecture, weights_only=self.weights_only
+        )
+
+    def _other_precision(self) -> list[str]:
+        """Optimizer state of half precision has fp32 main parameters; that of full precision has none."""
+        stored = any(name.startswith("optimizer.main_param.") for name in self.reader.names)
+        if stored == (self.cfg.bf16 or self.cfg.fp16):
+            return []
+        precisions = ("half precision (--bf16 or --fp16)", "full precision")
+        theirs, ours = precisions if stored else reversed(precisions)
+        return [
+            f"{self.found.directory} holds optimizer state of a run in {theirs}, this run is in {ours}: train in the"
+            " same precision, or add --no-load-optim to go on from its weights with fresh optimizer state"
+        ]
+
+    def _same_world(self) -> bool:
+        """Random states belong to ranks: they are restored only on as many ranks, with the same kinds of generators."""
+        mine = rng_tensors(self.world.rank, self.world.size)
+        stored = {name: self.reader.shape(name) for name in self.reader.names if name.startswith("rng.")}
+        if stored == {name: tuple(tensor.global_shape) for name, tensor in mine.items()}:
+            return True
+        logger.warning("random states are not restored: the checkpoint is of another number or kind of devices")
+        return False
