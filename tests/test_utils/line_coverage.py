@@ -24,7 +24,8 @@ class Coverage:
         folder.mkdir(parents=True, exist_ok=True)
         self.records, self.modules = {}, []
         self._read()
-        sources = {str(path.relative_to(tree)): path.read_text() for path in sorted(tree.glob("megatron/**/*.py"))}
+        files = [path for top in ("megatron", "tools") for path in sorted(tree.glob(f"{top}/**/*.py"))]
+        sources = {str(path.relative_to(tree)): path.read_text() for path in files}
         texts = [path.read_bytes() for path in sorted(tree.glob("tests/**/*.py"))]
         tests = hashlib.sha256(b"".join([*texts, *map(str.encode, suite)])).hexdigest()
         state = folder / "state.json"

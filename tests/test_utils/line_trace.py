@@ -1,5 +1,6 @@
-"""Which lines of ``megatron`` each test executes: in its own process, on the ranks of the pool that it sends tasks to,
-and in the programs that it starts. A pytest plugin for ``tests/mutate.py``; without it, nothing here runs."""
+"""Which lines of ``megatron`` and ``tools`` each test executes: in its own process, on the ranks of the pool that it
+sends tasks to, and in the programs that it starts. A pytest plugin for ``tests/mutate.py``; without it, nothing here
+runs."""
 
 import atexit
 import hashlib
@@ -22,10 +23,11 @@ if "multiprocessing" not in " ".join(sys.orig_argv):
 
 
 class LineTrace:
-    """Notes lines of files below ``root``/megatron while the context lasts, in this thread and those started in it."""
+    """Notes lines of files below ``root``/megatron and /tools while the context lasts, in this thread and in those
+    started in it."""
 
     def __init__(self, root):
-        self.prefix = os.path.join(root, "megatron") + os.sep
+        self.prefixes = tuple(os.path.join(root, name) + os.sep for name in ("megatron", "tools"))
         self.root = root
         self.pending = {}  # code object -> its lines that did not run yet; None for foreign code
 
@@ -43,7 +45,7 @@ class LineTrace:
         try:
             pending = self.pending[code]
         except KeyError:
-            own = code.co_filename.startswith(self.prefix)
+            own = code.co_filename.startswith(self.prefixes)
             pending = self.pending[code] = {line for *_, line in code.co_lines() if line} if own else None
         return self._on_line if pending else None  # a function whose every line ran costs nothing more
 
