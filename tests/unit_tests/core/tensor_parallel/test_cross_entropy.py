@@ -12,7 +12,12 @@ from megatron.core.fusions import cross_entropy as passes
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, parallel_linear
-from megatron.core.tensor_parallel.linear_cross_entropy import CHUNK_BYTES, linear_cross_entropy, tokens_of_a_chunk
+from megatron.core.tensor_parallel.linear_cross_entropy import (
+    CHUNK_BYTES,
+    LogitSteps,
+    linear_cross_entropy,
+    tokens_of_a_chunk,
+)
 from megatron.core.tensor_parallel.vocabulary import stored_vocab_size
 from tests.test_utils.training_steps import cached_run, compare, give_main_grad, run
 
