@@ -17,7 +17,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,17 +219,19 @@ class _RankWriter:
         return result
 
     def _write_file(self, file_name: str, tensors: list[ShardedTensor]) -> tuple[dict[str, int], list[list]]:
-        header, starts = _header(tensors, self.run_id)
+        keyed = [(_key(tensor), tensor) for tensor in tensors]
+        kinds = ((key, tensor.local.dtype, tensor.local.shape) for key, tensor in keyed)
+        header, starts = safetensors_header(kinds, {"format": "pt", "run_id": self.run_id})
         chunks: list[list] = []
         with open(self.directory / file_name, "xb") as file:
             file.write(header)
-            for index, (key, tensor) in enumerate(_keyed(tensors)):
+            for index, (key, tensor) in enumerate(keyed):
                 if index == len(tensors) // 2:
                     file.flush()
                     self.fault("mid_shard")
                 chunk = {
                     "offsets": list(tensor.offsets), "shape": list(tensor.local.shape), "file": file_name, "key": key,
-                    "start": len(header) + starts[index],
+                    "start": starts[index],
                     "crc32": _write_blocks(file, self.blocks(tensor.local), self.checksums),
                 }  # fmt: skip
                 chunks.append([tensor.name, list(tensor.global_shape), DTYPE_NAMES[tensor.local.dtype], chunk])
@@ -240,28 +242,28 @@ class _RankWriter:
         return {"bytes": size, "header_bytes": len(header), "header_crc32": zlib.crc32(header)}, chunks
 
 
-def _keyed(tensors: list[ShardedTensor]) -> Iterator[tuple[str, ShardedTensor]]:
-    """Keys within a file: the name, with the offsets where it is only a part."""
-    for tensor in tensors:
-        whole = tuple(tensor.local.shape) == tuple(tensor.global_shape)
-        yield tensor.name + ("" if whole else "@" + ",".join(map(str, tensor.offsets))), tensor
+def _key(tensor: ShardedTensor) -> str:
+    """Its key within a file: the name, with the offsets where it is only a part."""
+    whole = tuple(tensor.local.shape) == tuple(tensor.global_shape)
+    return tensor.name + ("" if whole else "@" + ",".join(map(str, tensor.offsets)))
 
 
-def _header(tensors: list[ShardedTensor], run_id: str) -> tuple[bytes, list[int]]:
-    """The safetensors header, padded to 8 bytes, and the start of each tensor after it."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "run_id": run_id}}
-    starts, cursor = [], 0
-    for key, tensor in _keyed(tensors):
-        size = tensor.local.numel() * tensor.local.element_size()
-        entries[key] = {
-            "dtype": DTYPE_NAMES[tensor.local.dtype], "shape": list(tensor.local.shape),
-            "data_offsets": [cursor, cursor + size],
-        }  # fmt: skip
-        starts.append(cursor)
-        cursor += size
+def safetensors_header(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """The header of a safetensors file of ``tensors`` (key, dtype, shape), and the byte at which each of them starts.
+
+    It is padded to 8 bytes, as tensors are mapped.
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begins, end = [], 0
+    for key, dtype, shape in tensors:
+        begins.append(end)
+        end += math.prod(shape) * dtype.itemsize
+        entries[key] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begins[-1], end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, starts
+    return len(text).to_bytes(8, "little") + text, [8 + len(text) + begin for begin in begins]
 
 
 def host_blocks(tensor: Tensor) -> Iterator[memoryview]:

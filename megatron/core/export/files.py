@@ -23,9 +23,9 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, MAX_HEADER_BYTES
-from megatron.core.dist_checkpointing.writer import fsync_directory
+from megatron.core.dist_checkpointing.writer import fsync_directory, host_blocks, safetensors_header
 from megatron.core.sharding.lazy_tensor import LazyTensor
-from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES
+from megatron.core.sharding.sharded_tensor import DTYPES
 
 MAX_FILE_BYTES = 4 * 2**30
 """A larger file begins only for a single tensor that is larger itself."""
@@ -203,7 +203,8 @@ class Target:
         [crc32 of its blocks]]``. A complete file of an earlier attempt is left as it is."""
         if name in self.done:
             return self.done[name]
-        header, starts = _header(tensors, metadata)
+        kinds = ((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
+        header, starts = safetensors_header(kinds, metadata)
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "wb") as file:
@@ -230,21 +231,6 @@ class Target:
         self._path.unlink()
 
 
-def _header(tensors: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
-    """The header, padded to 8 bytes, and the start of each tensor in the file."""
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
-    cursor, begins = 0, []
-    for name, tensor in tensors.items():
-        begins.append(cursor)
-        cursor += size_of(tensor)
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begins[-1], cursor],
-        }  # fmt: skip
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, [8 + len(text) + begin for begin in begins]
-
-
 def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:
     """Appends the bytes of a tensor; the crc32 of each of its blocks."""
     values = tensor.read()
@@ -252,8 +238,6 @@ def _write(file: BinaryIO, name: str, tensor: LazyTensor) -> Iterator[int]:
         raise CheckpointError(
             f"{name}: read as {values.dtype} {list(values.shape)}, announced as {tensor.dtype} {list(tensor.shape)}"
         )
-    data = values.detach().contiguous().reshape(-1).view(torch.uint8)
-    for start in range(0, data.numel(), BLOCK_BYTES):
-        block = memoryview(data[start : start + BLOCK_BYTES].numpy())  # type: ignore[arg-type]
+    for block in host_blocks(values):
         file.write(block)
         yield zlib.crc32(block)
