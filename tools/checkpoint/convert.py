@@ -11,12 +11,10 @@ format does not know (safetensors: everything, unless there is a settings.json) 
 
 from __future__ import annotations
 
-import os
 import sys
 
-# tools/checkpoint holds an inspect.py: the standard library's must not be found there
-if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":  # not this folder, whose inspect.py would hide the standard library's
+    sys.path[0] = sys.path[0].removesuffix("/tools/checkpoint")
 
 import argparse
 import dataclasses
@@ -58,10 +56,7 @@ LAYOUT = ("--target-tensor-parallel-size", "--target-pipeline-parallel-size", "-
 
 def parser() -> argparse.ArgumentParser:
     """The flags of this tool; all others are those of the model."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    formats.add_source(made)
+    made = formats.parser(__doc__)
     made.add_argument("--saver", required=True, choices=(*formats.SAVERS, *formats.SAVER_ALIASES), metavar="FORMAT",
                       help=f"format of what is written: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")

@@ -29,12 +29,16 @@ LOADER_ALIASES = {"core": "auto", "mcore": "auto", "megatron": "auto", "mixtral_
 SAVER_ALIASES = {"core": "native", "mcore": "native", "megatron": "native"}
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """The flags that say what is read, beside the folder."""
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the flags that say what is read, beside the folder."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     choices = (*LOADERS, "auto", *LOADER_ALIASES)
     said = f"format of what is read: {', '.join(LOADERS)}; default: what the folder looks like"
-    parser.add_argument("--loader", default="auto", choices=choices, metavar="FORMAT", help=said)
-    parser.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read; default: the latest")
+    made.add_argument("--loader", default="auto", choices=choices, metavar="FORMAT", help=said)
+    made.add_argument("--ckpt-step", type=int, metavar="N", help="iteration to read; default: the latest")
+    return made
 
 
 def format_of(folder: Path) -> str:

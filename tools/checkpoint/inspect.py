@@ -10,12 +10,10 @@ Tensors are read one at a time; without --norms none is.
 
 from __future__ import annotations
 
-import os
 import sys
 
-# tools/checkpoint holds an inspect.py, this file: the standard library's must be found instead
-if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":  # not this folder, whose inspect.py would hide the standard library's
+    sys.path[0] = sys.path[0].removesuffix("/tools/checkpoint")
 
 import argparse
 import math
@@ -33,12 +31,9 @@ from tools.checkpoint import formats
 
 def parser() -> argparse.ArgumentParser:
     """The flags of this tool."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = formats.parser(__doc__)
     made.add_argument("folder", help="a checkpoint of any format")
     made.add_argument("other", nargs="?", help="another one to compare it with")
-    formats.add_source(made)
     made.add_argument("--other-loader", default="auto", choices=(*formats.LOADERS, "auto"), help="format of the other")
     made.add_argument("--norms", action="store_true", help="read all values: 2-norm and largest absolute value")
     made.add_argument("--tolerance", type=float, default=0.0, help="differences up to this count as none")

@@ -7,12 +7,10 @@ of pretrain_gpt.py behind the folder) describe. Exit code 0: whole; 1: the names
 
 from __future__ import annotations
 
-import os
 import sys
 
-# tools/checkpoint holds an inspect.py: the standard library's must not be found there
-if __name__ == "__main__":
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+if __name__ == "__main__":  # not this folder, whose inspect.py would hide the standard library's
+    sys.path[0] = sys.path[0].removesuffix("/tools/checkpoint")
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -30,11 +28,8 @@ from tools.checkpoint.convert import completed
 
 def parser() -> argparse.ArgumentParser:
     """The flags of this tool; all others are those of the model."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    made = formats.parser(__doc__)
     made.add_argument("folder", help="a checkpoint of any format")
-    formats.add_source(made)
     made.add_argument("--all", action="store_true", help="every iteration of a --save folder")
     made.add_argument("--no-names", action="store_true", help="do not compare names and shapes with a model's")
     return made
