@@ -42,7 +42,7 @@ def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, name):
 
 def test_every_setting_takes_another_value_than_its_default():
     rows = [settings.read(reference_runs.command_line(flags)) for flags, _ in ROWS.values()]
-    for name, default in settings.DEFAULTS.items():
+    for name, default in settings.DEFAULTS.items() - settings.ENCODERS.items():
         values = {repr(getattr(row, name)) for row in rows}
         assert len(values) > 1 or values != {repr(default)}, f"no row sets {name}"
 
@@ -68,9 +68,9 @@ def test_the_reference_imports_nothing_of_the_program():
 
 
 def test_the_reference_stays_short_enough_to_be_read_as_documentation():
-    """630 lines for dense models, 300 for experts, latent attention and multi-token prediction."""
+    """630 lines for dense models, 300 for experts, latent attention and further prediction, 450 for BERT and T5."""
     lines = [line for file in REFERENCE.glob("*.py") for line in file.read_text().splitlines()]
-    assert sum(bool(line.strip()) for line in lines) <= 930
+    assert sum(bool(line.strip()) for line in lines) <= 1380
 
 
 def test_philox_gives_the_published_numbers():

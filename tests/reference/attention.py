@@ -18,25 +18,40 @@ from torch import Tensor
 from tests.reference.settings import Settings
 from tests.reference.weights import head_dim, num_groups
 
+UNSEEN = -1e300
+"""A score whose weight is 0; a query of padding that sees nothing stays finite."""
 
-def attention(net, x: Tensor, at: str, number: int) -> Tensor:
-    """[b, s, h] -> [b, s, h] in layer ``number``, from 1."""
+
+def attention(net, x: Tensor, at: str, number: int, source: Tensor | None = None) -> Tensor:
+    """[b, s, h] -> [b, s, h] in layer ``number``, from 1; keys and values of ``source`` [b, k, h] where it is given."""
     c, softmax_scale = net.c, 1.0
-    if c.multi_latent_attention:
+    if source is not None:
+        query, key, value = crossed_heads(net, x, source, at)
+    elif c.multi_latent_attention:
         query, key, value = latent_heads(net, x, at)
         softmax_scale = sharpness(c, c.mscale_all_dim) ** 2
     else:
         query, key, value = grouped_heads(net, x, at, number)
     scores = query @ key.transpose(2, 3) * (c.softmax_scale or softmax_scale / math.sqrt(query.shape[-1]))
-    scores = capped(scores, c.attn_logit_softcapping)
-    scores = scores.masked_fill(~visible(net, number), -torch.inf)
+    scores = capped(scores, c.attn_logit_softcapping) + (0 if source is not None else net.position_bias())
+    seen = net.visible(number) if source is None else net.visible_of_source()
+    scores = scores.masked_fill(~seen, UNSEEN)
     if c.softmax_type != "vanilla":  # one more logit per head, dropped after the softmax
         learned = net.weights.get(f"{at}.core_attention.softmax_offset")
         sink = scores.new_zeros(1) if learned is None else learned
         scores = torch.cat((scores, sink.view(-1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    weights = scores.softmax(dim=-1)[..., : x.shape[1]]
-    mixed = net.dropout(weights, "layer", number, "attention") @ value
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]]
+    mixed = net.dropout(weights, *net.site(number), "attention" if source is None else "cross attention") @ value
     return net.linear(mixed.transpose(1, 2).flatten(2), f"{at}.linear_proj")
+
+
+def crossed_heads(net, x: Tensor, source: Tensor, at: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [b, a, q, d], key and value [b, a, k, d]: rows of queries head by head, of a key and a value per head."""
+    c, d = net.c, head_dim(net.c)
+    query = net.linear(x, f"{at}.linear_q").unflatten(-1, (-1, d)).transpose(1, 2)
+    pairs = net.linear(source, f"{at}.linear_kv").unflatten(-1, (num_groups(c), 2, d)).transpose(1, 2)
+    key, value = (pairs[..., part, :].repeat_interleave(query.shape[1] // pairs.shape[1], 1) for part in (0, 1))
+    return query, key, value
 
 
 def capped(x: Tensor, cap: float | None) -> Tensor:
@@ -102,16 +117,15 @@ def has_window(c: Settings, number: int) -> bool:
     return c.window_size is not None and windowed
 
 
-def visible(net, number: int) -> Tensor:
-    """Keys that a query sees [b, 1, q, k]: not later ones, of its document, at most ``window`` to the left."""
-    c = net.c
-    place = torch.arange(c.seq_length)
+def in_reach(c: Settings, number: int, length: int, causal: bool) -> Tensor:
+    """Keys that a query sees by its position [q, k]: not later ones if ``causal``, at most the window to both sides."""
+    place = torch.arange(length)
     back = place[:, None] - place
-    seen = back >= 0
-    if has_window(c, number) and c.window_size[0] >= 0:
-        seen = seen & (back <= c.window_size[0])
-    documents = torch.from_numpy(net.batch.documents)
-    return (seen & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    seen = back >= 0 if causal else torch.ones_like(back, dtype=torch.bool)
+    if has_window(c, number):
+        left, right = c.window_size
+        seen = seen & (back <= left if left >= 0 else True) & (-back <= right if right >= 0 else True)
+    return seen
 
 
 def rotated(x: Tensor, c: Settings, is_yarn: bool, width: int, interleaved: bool) -> Tensor:

@@ -7,6 +7,7 @@ end to end and cuts every s tokens; blends draw from several data sets.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,9 @@ from tests.reference.settings import Settings
 Corpus = list  # of int arrays
 
 
-def cut(documents: Corpus, length: int, wanted: int | None, seed: int) -> list:
-    """Samples of ``length`` + 1 tokens in training order; at least ``wanted``, or those of one epoch."""
+def cut(c: Settings, documents: Corpus, wanted: int | None) -> list:
+    """Samples of s + 1 tokens in training order; at least ``wanted``, or those of one epoch."""
+    length, seed = c.seq_length, c.seed
     per_epoch = sum(map(len, documents))
     epochs = 1 if wanted is None else max(1, math.ceil((wanted * length + 1) / per_epoch))
     before_last = ((epochs - 1) * per_epoch - 1) // length
@@ -58,8 +60,9 @@ def split_of(documents: Corpus, shares: tuple, which: int) -> Corpus:
     return documents[first:last]
 
 
-def samples_of(c: Settings, corpora: dict[str, Corpus], which: int, wanted: int | None) -> list[list]:
-    """The data sets of a split (0 train, 1 valid, 2 test): one, or several under --multiple-validation-sets."""
+def samples_of(c: Settings, corpora: dict[str, Corpus], which: int, wanted: int | None, make: Callable) -> list[list]:
+    """The data sets of a split (0 train, 1 valid, 2 test): one, or several under --multiple-validation-sets; ``make``
+    is ``cut`` or what another model has in its place."""
     own = (c.train_data_path, c.valid_data_path, c.test_data_path)[which]
     source = c.data_path if own is None else own
     if source is None or wanted == 0:
@@ -72,16 +75,16 @@ def samples_of(c: Settings, corpora: dict[str, Corpus], which: int, wanted: int 
     if not any(parts):
         return []
     if which == 1 and c.multiple_validation_sets:
-        return [cut(part, c.seq_length, wanted, c.seed) for part in parts]
+        return [make(c, part, wanted) for part in parts]
     if weights:
         shares = [weight / sum(weights) for weight in weights]
         counts = [math.ceil(wanted * share) for share in shares]
         room = 1 + c.mid_level_dataset_surplus
-        sets = [cut(part, c.seq_length, math.ceil(count * room), c.seed) for part, count in zip(parts, counts)]
+        sets = [make(c, part, math.ceil(count * room)) for part, count in zip(parts, counts)]
         return [blend(sets, shares, sum(counts))]
     if len(parts) == 1:
-        return [cut(parts[0], c.seq_length, wanted, c.seed)]
-    sets = [cut(part, c.seq_length, None, c.seed) for part in parts]  # each once, interleaved by size
+        return [make(c, parts[0], wanted)]
+    sets = [make(c, part, None) for part in parts]  # each once, interleaved by size
     total = sum(map(len, sets))
     return [blend(sets, [len(each) / total for each in sets], total if wanted is None else min(wanted, total))]
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.reference import random_numbers
-from tests.reference.attention import attention, capped
+from tests.reference.attention import attention, capped, in_reach
 from tests.reference.data import Batch
 from tests.reference.experts import mixture
 from tests.reference.settings import Settings
@@ -32,6 +32,8 @@ from tests.reference.weights import Weights
 class Model:
     """A function of weights, of a global batch and of what routers remember. Dropout and side losses only in training;
     the ``size`` of micro-batches matters to experts alone."""
+
+    head = "output_layer"
 
     def __init__(self, c: Settings, weights: Weights, batch: Batch, routers: dict, size: int, training: bool) -> None:
         self.c, self.weights, self.batch, self.routers, self.training = c, weights, batch, routers, training
@@ -59,11 +61,34 @@ class Model:
             self.later_losses.append(((self.cross_entropy(x, labels) * mask).sum(dim=1), mask.sum(dim=1)))
         return losses
 
+    def terms(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each loss by name: its sum over the batch, and over how many."""
+        mask = torch.from_numpy(self.batch.loss_mask)
+        return {"lm loss": ((self.losses() * mask).sum(), mask.sum())}
+
+    def site(self, number: int) -> tuple[str, int]:
+        """Layer ``number`` in the keys of dropout masks."""
+        return "layer", number
+
+    def visible(self, number: int) -> Tensor:
+        """Keys that a query sees [b, 1, q, k]: those in reach, of its document."""
+        documents = torch.from_numpy(self.batch.documents)
+        same = documents[:, :, None] == documents[:, None, :]
+        return (in_reach(self.c, number, self.c.seq_length, causal=True) & same)[:, None]
+
+    def position_bias(self) -> Tensor | float:
+        """Added to scores."""
+        return 0.0
+
     def embedding(self, tokens: Tensor) -> Tensor:
+        x = self.raw_embedding(tokens)
+        return self.dropout(x * math.sqrt(self.c.hidden_size) if self.c.apply_embedding_scaling else x, "embedding")
+
+    def raw_embedding(self, tokens: Tensor) -> Tensor:
         x = self.weights["embedding.word_embeddings.weight"][tokens]
         if self.c.position_embedding_type == "learned_absolute":
             x = x + self.weights["embedding.position_embeddings.weight"][torch.from_numpy(self.batch.positions)]
-        return self.dropout(x * math.sqrt(self.c.hidden_size) if self.c.apply_embedding_scaling else x, "embedding")
+        return x
 
     def layer(self, x: Tensor, at: str, number: int) -> Tensor:
         behind, c = self.c.apply_residual_connection_post_layernorm, self.c
@@ -73,17 +98,27 @@ class Model:
 
         normed = norm(x, "input", "post")
         branch = norm(attention(self, normed, f"{at}.self_attention", number), "post_self_attention", "pre")
-        seen, x = x, (normed if behind else x) + self.dropout(branch, "layer", number, "attention output")
+        seen, stream = x, normed if behind or c.embedding_layernorm and number == 1 else x
+        x = stream + self.dropout(branch, *self.site(number), "attention output")
+        x = self.between(x, at, number)
         normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
         has_experts = f"{at}.mlp.router.weight" in self.weights
         branch = norm((mixture if has_experts else Model.mlp)(self, normed, f"{at}.mlp"), "post_mlp", "pre")
-        return (normed if behind else x) + self.dropout(branch, "layer", number, "mlp output")
+        return (normed if behind else x) + self.dropout(branch, *self.site(number), "mlp output")
+
+    def logits(self, x: Tensor) -> Tensor:
+        tied = not self.c.untie_embeddings_and_output_weights
+        logits = x @ self.weights["embedding.word_embeddings.weight" if tied else f"{self.head}.weight"].T
+        return capped(logits + self.weights.get(f"{self.head}.bias", 0.0), self.c.final_logit_softcapping)
+
+    def between(self, x: Tensor, at: str, number: int) -> Tensor:
+        """What a layer does between attention and feed-forward network."""
+        return x
 
     def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
-        tied = not self.c.untie_embeddings_and_output_weights
-        logits = x @ self.weights["embedding.word_embeddings.weight" if tied else "output_layer.weight"].T
-        logits = capped(logits, self.c.final_logit_softcapping)
-        return logits.logsumexp(dim=-1) - logits.gather(-1, labels[..., None])[..., 0]
+        """A label below 0 stands for none."""
+        logits = self.logits(x)
+        return logits.logsumexp(dim=-1) - logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
 
     def linear(self, x: Tensor, name: str, expert: int | None = None) -> Tensor:
         """x W^T + b; of weights that many experts share a tensor of, with one's."""
@@ -107,7 +142,7 @@ class Model:
         if not self.training or not rate:
             return x
         key = random_numbers.key_of(self.c.seed, "dropout", *site)
-        sample, position = self.batch.samples[:, None], torch.arange(self.c.seq_length).numpy()
+        sample, position = self.batch.samples[:, None], torch.arange(x.shape[-2]).numpy()
         row = 0
         if is_attention:
             sample, row = sample[..., None], torch.arange(x.shape[1])[:, None].numpy()
@@ -121,12 +156,13 @@ class Model:
             gate, half = y.chunk(2, dim=-1)
             if (limit := c.activation_func_clamp_value) is not None:
                 gate, half = gate.clamp(max=limit), half.clamp(-limit, limit)
-            gate = tanh_gelu(gate) if c.geglu else gate * torch.sigmoid((1.0 if c.swiglu else 1.702) * gate)
+            gelu = erf_gelu if c.no_bias_gelu_fusion else tanh_gelu
+            gate = gelu(gate) if c.geglu else gate * torch.sigmoid((1.0 if c.swiglu else 1.702) * gate)
             y = gate * (half + c.glu_linear_offset)
-        elif c.squared_relu:
-            y = F.relu(y) ** 2
+        elif c.squared_relu or c.relu:
+            y = F.relu(y) ** (2 if c.squared_relu else 1)
         elif c.disable_bias_linear or c.no_bias_gelu_fusion:
-            y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+            y = erf_gelu(y)
         else:  # with a bias Megatron-LM's fused kernel takes the approximation
             y = tanh_gelu(y)
         return self.linear(y, f"{name}.linear_fc2", expert)
@@ -134,3 +170,7 @@ class Model:
 
 def tanh_gelu(y: Tensor) -> Tensor:
     return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+
+def erf_gelu(y: Tensor) -> Tensor:
+    return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))

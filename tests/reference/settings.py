@@ -45,6 +45,12 @@ EXPERTS = {
     "moe_z_loss_coeff": None, "moe_expert_capacity_factor": None, "moe_token_drop_policy": "probs",
     "mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1,
 }  # fmt: skip
+ENCODERS = {
+    "bert_no_binary_head": False, "mask_prob": 0.15, "short_seq_prob": 0.1, "encoder_num_layers": None,
+    "decoder_num_layers": None, "encoder_seq_length": None, "decoder_seq_length": None,
+    "embedding_layernorm": False, "relu": False, "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+}  # fmt: skip
 OPTIMIZER = {
     "optimizer": "adam", "weight_decay": 0.01, "start_weight_decay": None, "end_weight_decay": None,
     "weight_decay_incr_style": "constant", "apply_wd_to_qk_layernorm": False, "clip_grad": 1.0, "adam_beta1": 0.9,
@@ -67,7 +73,7 @@ DATA = {
     "eval_global_batch_size": None, "eval_micro_batch_size": None, "full_validation": False,
     "multiple_validation_sets": False, "validation_set_names": None,
 }  # fmt: skip
-DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **OPTIMIZER, **SCHEDULE, **DATA}
+DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **ENCODERS, **OPTIMIZER, **SCHEDULE, **DATA}
 OTHER_WAYS = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "make_vocab_size_divisible_by",
               "cross_entropy_chunk_tokens", "recompute_activations", "moe_router_dtype", "moe_grouped_gemm",
               "moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_fusion",

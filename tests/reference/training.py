@@ -8,17 +8,28 @@ scaling: Micikevicius et al. 2018, with Megatron-LM's hysteresis. Schedules: Meg
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from tests.reference.data import Corpus, batch_of, samples_of
+from tests.reference.data import Corpus, batch_of, cut, samples_of
 from tests.reference.experts import Router
 from tests.reference.model import Model
 from tests.reference.settings import Settings
 from tests.reference.weights import Weights, initial_weights
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a run is of."""
+
+    cut: Callable = cut
+    """(settings, documents, wanted) -> samples of a data set, in training order."""
+    batch_of: Callable = batch_of
+    model: type[Model] = Model
+    initial_weights: Callable = initial_weights
 
 
 @dataclass
@@ -28,9 +39,12 @@ class Run:
     initial: Weights
     final: Weights
     steps: list[dict] = field(default_factory=list)
-    evaluations: dict[tuple, float] = field(default_factory=dict)
-    """(kind, iteration, name of the set or None) -> mean loss per valid token."""
+    evaluations: dict[tuple, dict] = field(default_factory=dict)
+    """(kind, iteration, name of the set or None) -> mean of each loss over what it counts."""
     routers: dict[str, Router] = field(default_factory=dict)
+
+
+GPT = Recipe()
 
 
 # ---- batch sizes
@@ -171,16 +185,18 @@ def clip_factor(c: Settings, size: float) -> float:
 # ---- the run
 
 
-def gradients_of(c: Settings, weights: Weights, routers: dict, samples: list, first: int) -> tuple[dict, Weights]:
-    """Means that a global batch logs, and gradients of what is minimized: the mean loss of valid tokens; the losses of
-    tokens further ahead, where a sequence weighs as much as in the main loss; and those of layers with experts."""
-    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
-    batch = batch_of(c, samples, first)
-    model = Model(c, leaves, batch, routers, c.micro_batch_size, training=True)
+def gradients_of(c: Settings, recipe: Recipe, run: Run, samples: list, first: int) -> tuple[dict, Weights]:
+    """Means that a global batch logs, and gradients of what is minimized: the mean of each loss, over all that it
+    counts in the batch; the losses of tokens further ahead, where a sequence weighs as much as in the main loss; and
+    those of layers with experts."""
+    leaves = {name: weight.clone().requires_grad_() for name, weight in run.final.items()}
+    batch, routers = recipe.batch_of(c, samples, first), run.routers
+    model = recipe.model(c, leaves, batch, routers, c.micro_batch_size, training=True)
     valid = torch.from_numpy(batch.loss_mask).sum(dim=1)
     count = valid.sum().item()
-    objective = (model.losses() * torch.from_numpy(batch.loss_mask)).sum() / count
-    record = {"lm loss": objective.item(), "num_tokens": count}
+    means = {name: total / size.clamp(min=1) for name, (total, size) in model.terms().items()}
+    objective = sum(means.values())
+    record = {name: mean.item() for name, mean in means.items()} | {"num_tokens": count}
     for depth, (totals, tokens) in enumerate(model.later_losses, start=1):
         record[f"mtp_{depth} loss"] = (totals.sum() / tokens.sum()).item()
         mean = (totals / tokens.clamp(min=1) * valid).sum() / count
@@ -199,33 +215,36 @@ def norm(tensors) -> float:
 
 
 @torch.no_grad()
-def evaluate(c: Settings, run: Run, sets: dict[str, list], iteration: int, which: str) -> None:
+def evaluate(c: Settings, recipe: Recipe, run: Run, sets: dict[str, list], iteration: int, which: str) -> None:
     """Every set by itself: all of its samples, without dropout; sums first, one division at the end."""
     size = c.eval_micro_batch_size or c.micro_batch_size
     step = max(16 // size, 1) * size
     for index, samples in enumerate(sets[which]):
         samples = samples if c.full_validation else samples[: samples_of_evaluation(c)]
-        total = count = 0.0
+        sums: dict[str, list] = {}
         for first in range(0, len(samples), step):
-            batch = batch_of(c, samples[first : first + step], first)
-            losses = Model(c, run.final, batch, run.routers, size, training=False).losses()
-            total += (losses * torch.from_numpy(batch.loss_mask)).sum().item()
-            count += float(batch.loss_mask.sum())
+            batch = recipe.batch_of(c, samples[first : first + step], first)
+            model = recipe.model(c, run.final, batch, run.routers, size, training=False)
+            for loss, term in model.terms().items():
+                sums.setdefault(loss, []).append(term)
         name = (c.validation_set_names or ["0", "1", "2", "3"])[index] if len(sets[which]) > 1 else None
-        run.evaluations[which, iteration, name] = total / count
+        run.evaluations[which, iteration, name] = {
+            loss: (sum(total for total, _ in terms) / sum(count for _, count in terms)).item()
+            for loss, terms in sums.items()
+        }
 
 
 def samples_of_evaluation(c: Settings) -> int:
     return c.eval_iters * (c.eval_global_batch_size or lowered(c, final_batch_size(c)))
 
 
-def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = ()) -> Run:
+def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = (), recipe: Recipe = GPT) -> Run:
     """The whole run. Which iterations overflow in fp16 depends on kernels: it is given, what follows from it is not."""
     batches = all_batches(c)
-    stream = samples_of(c, corpora, 0, c.train_samples or sum(batches[-1]))[0]
+    stream = samples_of(c, corpora, 0, c.train_samples or sum(batches[-1]), recipe.cut)[0]
     wanted = None if c.full_validation else samples_of_evaluation(c)
-    sets = {kind: samples_of(c, corpora, which, wanted) for which, kind in ((1, "valid"), (2, "test"))}
-    weights = initial_weights(c)
+    sets = {kind: samples_of(c, corpora, which, wanted, recipe.cut) for which, kind in ((1, "valid"), (2, "test"))}
+    weights = recipe.initial_weights(c)
     run = Run({name: weight.clone() for name, weight in weights.items()}, weights)
     optimizer, scale = Optimizer(c, weights), LossScale(c)
     skipped = c.iterations_to_skip if isinstance(c.iterations_to_skip, list) else [c.iterations_to_skip]
@@ -236,7 +255,7 @@ def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = 
         if c.weight_decay_incr_style != "constant":
             record["weight_decay"] = weight_decay(c, n)
         if iteration not in skipped:
-            means, gradients = gradients_of(c, weights, run.routers, samples, n)
+            means, gradients = gradients_of(c, recipe, run, samples, n)
             record |= means
             if not record["skipped"]:
                 record["grad_norm"] = norm(gradients.values())
@@ -246,9 +265,9 @@ def train(c: Settings, corpora: dict[str, Corpus], overflows: Collection[int] = 
             record["params_norm"] = norm(weights.values())
         run.steps.append(record | {"loss_scale": scale.value})
         if c.eval_interval and iteration % c.eval_interval == 0 and iteration >= c.start_eval_at_iter:
-            evaluate(c, run, sets, iteration, "valid")
+            evaluate(c, recipe, run, sets, iteration, "valid")
     for which in sets:
-        evaluate(c, run, sets, len(batches), which)
+        evaluate(c, recipe, run, sets, len(batches), which)
     return run
 
 

@@ -36,10 +36,8 @@ def has_experts(c: Settings, layer: int) -> bool:
 
 def initial_weights(c: Settings) -> Weights:
     """Weights in fp64."""
-    make = _Maker(c)
-    tables = {"word": c.vocab_size, "position": c.max_position_embeddings}
-    for kind in ("word", "position") if c.position_embedding_type == "learned_absolute" else ("word",):
-        make.matrix(f"embedding.{kind}_embeddings.weight", tables[kind], c.hidden_size, std=make.embedding_std)
+    make = Maker(c)
+    make.embeddings()
     for layer in range(c.num_layers):
         make.layer(f"decoder.layers.{layer}", has_experts(c, layer))
     make.norm("decoder.final_layernorm", c.hidden_size)
@@ -54,11 +52,18 @@ def initial_weights(c: Settings) -> Weights:
     return make.weights
 
 
-class _Maker:
+class Maker:
     def __init__(self, c: Settings) -> None:
         self.c, self.weights, self.bias = c, {}, not c.disable_bias_linear
         self.std, self.into_stream = c.init_method_std, c.init_method_std / math.sqrt(2 * c.num_layers)
         self.embedding_std = self.std if c.embedding_init_method_std is None else c.embedding_init_method_std
+
+    def embeddings(self, **more: int) -> None:
+        tables = {"word": self.c.vocab_size, "position": self.c.max_position_embeddings, **more}
+        if self.c.position_embedding_type != "learned_absolute":
+            del tables["position"]
+        for kind, rows in tables.items():
+            self.matrix(f"embedding.{kind}_embeddings.weight", rows, self.c.hidden_size, std=self.embedding_std)
 
     def matrix(self, name: str, *shape: int, std: float | None = None) -> None:
         """[rows, columns], [experts, rows, columns], or the sinks of heads."""

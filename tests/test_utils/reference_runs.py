@@ -1,6 +1,7 @@
 """Whole runs of the program beside the reference (``tests/reference``): what each leaves, and where they differ."""
 
 import dataclasses
+import math
 import struct
 from pathlib import Path
 
@@ -112,13 +113,14 @@ def compare(found, expected, precision):
     records, initial, final = found
     loss_limit, initial_limit, final_limit = TOLERANCE[precision]
     lines = list(_compare_steps([each for each in records if each["kind"] == "train"], expected.steps, loss_limit))
-    evaluated = {(each["kind"], each["iteration"], each.get("dataset")): each["lm loss"]
+    evaluated = {(each["kind"], each["iteration"], each.get("dataset")): each
                  for each in records if each["kind"] != "train"}  # fmt: skip
     if evaluated.keys() != expected.evaluations.keys():
         lines.append(f"evaluations {sorted(map(str, evaluated))}, not {sorted(map(str, expected.evaluations))}")
-    for key, value in expected.evaluations.items():
-        if key in evaluated and not _close(evaluated[key], value, loss_limit):
-            lines.append(f"evaluation {key}: {evaluated[key]!r}, not {value!r}")
+    for key, means in expected.evaluations.items():
+        for loss, value in means.items() if key in evaluated else ():
+            if not _close(evaluated[key].get(loss, math.nan), value, loss_limit):
+                lines.append(f"evaluation {key}: {loss} {evaluated[key].get(loss)!r}, not {value!r}")
     lines += _compare_weights("initial", initial, expected.initial, initial_limit)
     lines += _compare_weights("final", _with_shares(final), expected.final | dict(_memories(expected)), final_limit)
     return lines
