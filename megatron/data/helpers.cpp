@@ -1,7 +1,8 @@
 // Index builders whose inner loops numpy cannot express fast enough. Every function here has a twin of the same name
-// (suffix _numpy) in helpers.py that returns the same bytes; helpers.py documents the meaning and checks the arguments.
+// (suffix _numpy) in helpers.py or sentence_map.py that returns the same bytes; these document the meaning and check the
+// arguments.
 //
-// Both hot loops jump through memory at random (a shuffle, and document lengths in shuffled order), so they are bound by
+// The first two hot loops jump through memory at random (a shuffle, and document lengths in shuffled order), so they are bound by
 // cache misses, not by arithmetic: the addresses of the next few dozen steps are known early and are prefetched.
 
 #include <pybind11/numpy.h>
@@ -11,6 +12,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <random>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -179,6 +181,121 @@ Blend build_exhaustive_blending_indices(Array<int64_t> sizes) {
   return blend(weight.data(), size_of, sizes.size(), total);
 }
 
+constexpr int32_t kLongSentence = 512;  // tokens; a document with a longer sentence gives no samples
+
+struct SentenceRules {
+  int64_t min_sentences;  // of a document, and of a sample
+  int64_t min_left;       // sentences that must remain behind a sample that does not end its document
+  int64_t long_from;      // documents of fewer sentences are never refused for a long one
+};
+
+// One epoch: groups the sentences of each document into samples. ``target(document)`` gives the length that a sample
+// aims at, asked once at the start of a document and after every sample; ``emit(document, first, end, target)`` takes it.
+template <class Target, class Emit>
+void group_sentences(const int64_t* bounds, int64_t num_documents, const int32_t* sizes, const SentenceRules& rules,
+                     Target&& target, Emit&& emit) {
+  for (int64_t document = 0; document < num_documents; ++document) {
+    const int64_t begin = bounds[document], end = bounds[document + 1], count = end - begin;
+    if (count < rules.min_sentences) continue;
+    if (count >= rules.long_from &&
+        std::any_of(sizes + begin, sizes + end, [](int32_t size) { return size > kLongSentence; }))
+      continue;
+    int64_t wanted = target(document), first = begin, tokens = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      tokens += sizes[i];
+      const int64_t left = end - 1 - i, taken = i + 1 - first;
+      if ((tokens >= wanted && left >= rules.min_left && taken >= rules.min_sentences) || left == 0) {
+        emit(document, first, i + 1, wanted);
+        first = i + 1;
+        tokens = 0;
+        wanted = target(document);
+      }
+    }
+  }
+}
+
+// Runs ``epoch(emit)`` until ``num_epochs`` or, asked between epochs, ``max_samples``; once to count, once to fill rows
+// of ``width`` numbers; then shuffles the rows. An epoch without a sample ends it: the next would have none either.
+template <class Row, class Pass>
+Array<Row> fill_and_shuffle(Pass&& pass, int64_t num_epochs, uint64_t max_samples, int64_t width, int64_t seed) {
+  int64_t count = 0;
+  {
+    py::gil_scoped_release unlocked;
+    count = pass(num_epochs, max_samples, static_cast<Row*>(nullptr));
+  }
+  Array<Row> result({count, width});
+  Row* rows = result.mutable_data();
+  py::gil_scoped_release unlocked;
+  pass(num_epochs, max_samples, rows);
+  std::mt19937_64 generator(static_cast<uint64_t>(seed + 1));
+  for (int64_t i = count - 1; i > 0; --i) {
+    const auto j = static_cast<int64_t>(generator() % static_cast<uint64_t>(i + 1));
+    std::swap_ranges(rows + i * width, rows + (i + 1) * width, rows + j * width);
+  }
+  return result;
+}
+
+template <class Row>
+Array<Row> build_mapping(Array<int64_t> bounds, Array<int32_t> sizes, int64_t num_epochs, uint64_t max_samples,
+                         int64_t max_length, int64_t short_ratio, int64_t seed, int64_t min_sentences) {
+  const int64_t* bound = bounds.data();
+  const int32_t* size_of = sizes.data();
+  const int64_t num_documents = bounds.size() - 1;
+  auto pass = [&](int64_t epochs, uint64_t most, Row* rows) {
+    std::mt19937 generator(static_cast<uint32_t>(seed));  // both passes draw the same
+    auto target = [&](int64_t) -> int64_t {
+      if (short_ratio == 0) return max_length;
+      const auto draw = static_cast<int64_t>(generator());
+      return draw % short_ratio == 0 ? 2 + draw % (max_length - 1) : max_length;
+    };
+    int64_t count = 0;
+    for (int64_t epoch = 0; epoch < epochs && static_cast<uint64_t>(count) < most; ++epoch) {
+      const int64_t before = count;
+      group_sentences(bound, num_documents, size_of, {min_sentences, 2, 2}, target,
+                      [&](int64_t, int64_t first, int64_t end, int64_t wanted) {
+                        if (rows) {
+                          rows[3 * count] = static_cast<Row>(first);
+                          rows[3 * count + 1] = static_cast<Row>(end);
+                          rows[3 * count + 2] = static_cast<Row>(wanted);
+                        }
+                        ++count;
+                      });
+      if (count == before) break;
+    }
+    return count;
+  };
+  return fill_and_shuffle<Row>(pass, num_epochs, max_samples, 3, seed);
+}
+
+template <class Row>
+Array<Row> build_blocks_mapping(Array<int64_t> bounds, Array<int32_t> sizes, Array<int32_t> title_sizes,
+                                int64_t num_epochs, uint64_t max_samples, int64_t max_length, int64_t seed,
+                                int64_t min_sentences) {
+  const int64_t* bound = bounds.data();
+  const int32_t *size_of = sizes.data(), *title = title_sizes.data();
+  const int64_t num_documents = bounds.size() - 1;
+  auto pass = [&](int64_t epochs, uint64_t most, Row* rows) {
+    int64_t count = 0;
+    for (int64_t epoch = 0; epoch < epochs && static_cast<uint64_t>(count) < most; ++epoch) {
+      const int64_t before = count;
+      group_sentences(bound, num_documents, size_of, {min_sentences, min_sentences, min_sentences},
+                      [&](int64_t document) { return max_length - title[document]; },
+                      [&](int64_t document, int64_t first, int64_t end, int64_t) {
+                        if (rows) {
+                          rows[4 * count] = static_cast<Row>(first);
+                          rows[4 * count + 1] = static_cast<Row>(end);
+                          rows[4 * count + 2] = static_cast<Row>(document);
+                          rows[4 * count + 3] = static_cast<Row>(count - before);
+                        }
+                        ++count;
+                      });
+      if (count == before) break;
+    }
+    return count;
+  };
+  return fill_and_shuffle<Row>(pass, num_epochs, max_samples, 4, seed);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(megatron_data_helpers, module) {
@@ -189,4 +306,8 @@ PYBIND11_MODULE(megatron_data_helpers, module) {
   module.def("build_sample_idx_int64", &build_sample_idx<int64_t, int64_t>);
   module.def("build_blending_indices", &build_blending_indices);
   module.def("build_exhaustive_blending_indices", &build_exhaustive_blending_indices);
+  module.def("build_mapping_uint32", &build_mapping<uint32_t>);
+  module.def("build_mapping_uint64", &build_mapping<uint64_t>);
+  module.def("build_blocks_mapping_uint32", &build_blocks_mapping<uint32_t>);
+  module.def("build_blocks_mapping_uint64", &build_blocks_mapping<uint64_t>);
 }

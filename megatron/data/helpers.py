@@ -6,6 +6,8 @@ so a cache written by one is read by the other. The rules are those of Megatron-
 (docs/reference/data_format.md).
 """
 
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,11 @@ _INT32_MAX = np.iinfo(np.int32).max
 def has_extension() -> bool:
     """Whether the C++ builders are in use."""
     return _cpp is not None
+
+
+def compiled(name: str) -> Callable[..., Any] | None:
+    """The C++ function ``name``; None where the extension was not built, or before that function was in it."""
+    return getattr(_cpp, name, None)
 
 
 def shuffle(values: np.ndarray, random_state: np.random.RandomState) -> None:
@@ -81,7 +88,7 @@ def build_sample_idx(
         return build_sample_idx_numpy(sizes, documents, sequence_length, num_samples, extra)
     build = _cpp.build_sample_idx_int32 if narrow else _cpp.build_sample_idx_int64
     # an .idx maps its lengths at a byte offset of 34: the copy aligns them and reads the file in order
-    return build(_aligned(sizes, np.int32), documents, sequence_length, num_samples, extra)
+    return build(aligned(sizes, np.int32), documents, sequence_length, num_samples, extra)
 
 
 def build_sample_idx_numpy(
@@ -167,6 +174,6 @@ def _check_number_of_sources(count: int) -> None:
         )
 
 
-def _aligned(values: np.ndarray, dtype: type) -> np.ndarray:
+def aligned(values: np.ndarray, dtype: type) -> np.ndarray:
     """``values`` itself where C++ can read it in place, else a copy."""
     return np.require(values, dtype=dtype, requirements=["C", "A"])

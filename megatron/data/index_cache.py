@@ -33,8 +33,8 @@ POLL_SECONDS = 0.05
 MAX_CHECKSUM_BYTES = 4096
 
 Arrays = dict[str, np.ndarray]
-Layout = dict[str, tuple[tuple[int, ...], str]]
-"""Expected shape and dtype name of each array."""
+Layout = Mapping[str, tuple[tuple[int | None, ...], str]]
+"""Expected shape (None: any size) and dtype name of each array."""
 Bounds = Mapping[str, Sequence[tuple[int, int]]]
 """Smallest and largest value of each column (the last axis; one of a vector) of each array."""
 
@@ -134,7 +134,8 @@ class IndexCache:
         path = f"{self.base}-{name}.npy"
         array = map_npy(path)
         shape, dtype = self.layout[name]
-        if array.shape != shape or array.dtype.name != dtype:
+        fits = len(array.shape) == len(shape) and all(want in (None, size) for want, size in zip(shape, array.shape))
+        if not fits or array.dtype.name != dtype:
             raise ValueError(f"{path} holds {array.dtype.name}{list(array.shape)} instead of {dtype}{list(shape)}")
         if _checksum(array) != checksum:
             raise ValueError(f"{path} does not have the checksum {checksum} that was written with it")

@@ -129,11 +129,9 @@ class IndexedDataset:
         start, stop, step = idx.indices(len(self))
         if step != 1:
             raise ValueError(f"a slice of an IndexedDataset must have step 1, not {step}")
-        lengths = self._lengths[start:stop].astype(np.int64)
         sequences: list[np.ndarray] = []
-        if len(lengths):
-            tokens = self._tokens.read(int(self._pointers[start]) // self._size, int(lengths.sum()))
-            sequences = np.split(tokens, np.cumsum(lengths)[:-1])
+        if start < stop:
+            sequences = np.split(self.joined(start, stop), np.cumsum(self._lengths[start:stop], dtype=np.int64)[:-1])
         return (sequences, self.sequence_modes[start:stop]) if self.multimodal else sequences
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> Any:
@@ -149,6 +147,11 @@ class IndexedDataset:
             )
         tokens = self._tokens.read(int(self._pointers[idx]) // self._size + int(offset), length)
         return (tokens, self.sequence_modes[idx]) if self.multimodal else tokens
+
+    def joined(self, start: int, stop: int) -> np.ndarray:
+        """The tokens of the sequences ``start`` (at least one) to ``stop``, laid end to end as they are in the file."""
+        count = int(self._lengths[start:stop].sum(dtype=np.int64))
+        return self._tokens.read(int(self._pointers[start]) // self._size, count)
 
     def gather(self, sequences: np.ndarray, offset: int, out: np.ndarray) -> int:
         """Fill ``out`` with the tokens of ``sequences`` laid end to end, from token ``offset`` of the first one.

@@ -13,7 +13,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import MANY_SOURCES, BlendedMegatronDatasetConfig
 from megatron.data import helpers
 from megatron.data.blend import check_weights, normalize
-from megatron.data.index_cache import IndexCache
+from megatron.data.index_cache import IndexCache, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class BlendedDataset:
             return dict(zip(("dataset_index", "dataset_sample_index"), arrays))
 
         identity = {"class": type(self).__name__, "weights": self.weights, "size": self.size}
-        layout: dict[str, tuple[tuple[int, ...], str]] = {
+        layout: Layout = {
             "dataset_index": ((length,), "int16"),
             "dataset_sample_index": ((length,), "int64"),
         }

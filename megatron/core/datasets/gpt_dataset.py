@@ -5,7 +5,6 @@ returns is the caller's own. Document boundaries inside a sample are given as cu
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,7 @@ from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDat
 from megatron.data.blend import Split
 from megatron.data.gpt_index import EpochPlan, GPTIndices, build_gpt_indices, plan_epochs
 from megatron.data.helpers import count_samples
-from megatron.data.index_cache import IndexCache, file_stamp
-from megatron.data.index_format import get_bin_path, get_idx_path
+from megatron.data.index_cache import Layout
 from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
 
 logger = logging.getLogger(__name__)
@@ -184,8 +182,7 @@ class GPTDataset(MegatronDataset):
     def _count_tokens(self) -> int:
         lengths, count = self.dataset.sequence_lengths, len(self.indices)
         first = int(self.indices[0]) if count else 0
-        self._range = count > 0 and np.array_equal(self.indices, np.arange(first, first + count))
-        chosen = lengths[first : first + count] if self._range else lengths[self.indices]
+        chosen = lengths[first : first + count] if self.documents_are_a_range else lengths[self.indices]
         return int(chosen.sum(dtype=np.int64))
 
     def _drops_partial(self) -> bool:
@@ -216,15 +213,11 @@ class GPTDataset(MegatronDataset):
             seed = self.config.random_seed
             return vars(build_gpt_indices(lengths, self.indices, plan, length, seed, drop, self.extra_token))
 
-        if self.config.mock:
-            return GPTIndices(**build())
-        prefix = self.dataset.path_prefix
-        folder = self.config.path_to_cache or os.path.join(prefix, "cache", f"{type(self).__name__}_indices")
         samples = count_samples(plan.num_epochs * plan.tokens_per_epoch, length, drop, self.extra_token)
         documents = plan.num_epochs * len(self.indices)
         narrow = int(self.indices.max()) <= np.iinfo(np.int32).max
         sample_dtype = "int32" if narrow and documents <= np.iinfo(np.int32).max else "int64"
-        layout: dict[str, tuple[tuple[int, ...], str]] = {
+        layout: Layout = {
             "document_index": ((documents,), "int32" if narrow else "int64"),
             "sample_index": ((samples + 1, 2), sample_dtype),
             "shuffle_index": ((samples,), "uint32" if samples < np.iinfo(np.uint32).max - 1 else "int64"),
@@ -235,27 +228,13 @@ class GPTDataset(MegatronDataset):
             "sample_index": [(0, documents), (0, longest)],
             "shuffle_index": [(0, samples - 1)],
         }
-        kind = f"{type(self).__name__}-{self.index_split.name}"
-        cache = IndexCache(folder, kind, self._cache_identity(prefix, drop), layout, bounds)
-        return GPTIndices(**cache.get(build))
-
-    def _cache_identity(self, prefix: str, drop: bool) -> dict[str, Any]:
-        """All that the indices depend on. Not the number of samples: only the epochs it leads to matter."""
-        documents: Any = [int(self.indices[0]), int(self.indices[-1]) + 1] if self._range else self.indices.tolist()
-        return {
-            "class": type(self).__name__,
-            "dataset_path": os.path.abspath(prefix),
-            "idx_size_and_mtime": file_stamp(get_idx_path(prefix)),
-            "bin_size_and_mtime": file_stamp(get_bin_path(prefix)),
-            "index_split": self.index_split.name,
-            "documents": documents,
-            "num_epochs": self.plan.num_epochs,
-            "samples_before_final_epoch": self.plan.samples_before_final_epoch,
-            "random_seed": self.config.random_seed,
-            "sequence_length": self.config.sequence_length,
+        own = {
+            "num_epochs": plan.num_epochs,
+            "samples_before_final_epoch": plan.samples_before_final_epoch,
             "extra_token": self.extra_token,
             "drop_last_partial_sequence": drop,
         }
+        return GPTIndices(**self.index_cache(own, layout, bounds).get(build))
 
 
 def _end_of_document(config: GPTDatasetConfig) -> int | None:

@@ -1,5 +1,6 @@
 """The base of data sets that draw samples from one source."""
 
+import os
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.data.blend import Split
+from megatron.data.index_cache import Bounds, IndexCache, Layout, file_stamp
+from megatron.data.index_format import get_bin_path, get_idx_path
 
 
 class EmptySplitError(UserError):
@@ -53,6 +56,38 @@ class MegatronDataset(ABC):
             "sequence_length": config.sequence_length,
             "split": config.split,
         }
+
+    @property
+    def documents_are_a_range(self) -> bool:
+        """Whether ``indices`` are consecutive."""
+        count = len(self.indices)
+        first = int(self.indices[0]) if count else 0
+        return count > 0 and np.array_equal(self.indices, np.arange(first, first + count))
+
+    def index_cache(self, own: dict[str, Any], layout: Layout, bounds: Bounds) -> IndexCache:
+        """The cache of this data set's arrays, in the configured folder or beside the data; in memory for mock data.
+
+        ``own``: what the arrays depend on besides the files, documents, split, seed and length. Not the number of
+        samples, where only the epochs that it leads to matter.
+        """
+        name = type(self).__name__
+        if self.config.mock:
+            return IndexCache(None, name, own, layout, bounds)
+        prefix = self.dataset.path_prefix
+        ranged = self.documents_are_a_range
+        identity = {
+            "class": name,
+            "dataset_path": os.path.abspath(prefix),
+            "idx_size_and_mtime": file_stamp(get_idx_path(prefix)),
+            "bin_size_and_mtime": file_stamp(get_bin_path(prefix)),
+            "index_split": self.index_split.name,
+            "documents": [int(self.indices[0]), int(self.indices[-1]) + 1] if ranged else self.indices.tolist(),
+            "random_seed": self.config.random_seed,
+            "sequence_length": self.config.sequence_length,
+            **own,
+        }
+        folder = self.config.path_to_cache or os.path.join(prefix, "cache", f"{name}_indices")
+        return IndexCache(folder, f"{name}-{self.index_split.name}", identity, layout, bounds)
 
     @staticmethod
     @abstractmethod

@@ -1,0 +1,260 @@
+"""The base of BERT's and T5's data sets: samples of whole sentences of one document, some of whose words are masked.
+
+A sample is a function of (files, seed, number). Documents are lists of sentences, which
+``tools/preprocess_data.py --split-sentences`` writes; ``--split`` divides documents. The order of samples is
+``megatron.data.sentence_map``, the masks are ``megatron.data.word_masking``.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.core.config.errors import UserError
+from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset
+from megatron.data.blend import Split
+from megatron.data.index_cache import Layout
+from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
+from megatron.data.sentence_map import NoSamplesError, build_mapping
+from megatron.data.word_masking import CONTINUATION, MaskingRule
+
+logger = logging.getLogger(__name__)
+
+SPECIAL_ROLES = ("cls", "sep", "mask", "pad", "bos", "eos", "eod", "unk")
+SENTENCES = "tools/preprocess_data.py --split-sentences"
+
+
+@dataclass(kw_only=True)
+class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
+    """Settings of a data set with masked words.
+
+    Raises:
+        UserError: a value out of range, or a tokenizer without a token that samples need; all that is wrong at once.
+    """
+
+    masking_probability: float
+    """Share of tokens to mask, between 0 and 1 (--mask-prob)."""
+
+    short_sequence_probability: float
+    """Share of samples that are made shorter than they could be, from 0 to 1 (--short-seq-prob)."""
+
+    masking_max_ngram: int
+    """Words masked together at most."""
+
+    masking_do_full_word: bool
+    """Mask all pieces of a word, or none."""
+
+    masking_do_permutation: bool = False
+    """Accepted as False for existing programs; Megatron-LM's permutation cannot be reproduced even by itself."""
+
+    masking_use_longer_ngrams: bool = False
+    """Prefer long n-grams to short ones."""
+
+    masking_use_geometric_distribution: bool = False
+    """Draw the number of words masked together from a geometric distribution."""
+
+    vocab_size: int | None = None
+    """Token ids must be below this; None takes the tokenizer's."""
+
+    def __post_init__(self, s3_cache_path: str | None) -> None:
+        super().__post_init__(s3_cache_path)
+        if found := list(self.problems()):
+            raise UserError("\n".join(found))
+
+    @property
+    def num_special_places(self) -> int:
+        """Places of a sample that no sentence may take."""
+        return 0
+
+    @property
+    def min_sentences(self) -> int:
+        """Sentences that a sample needs."""
+        return 1
+
+    @property
+    def needed_roles(self) -> tuple[str, ...]:
+        """Special tokens that samples are made with."""
+        return ()
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong, with the fix."""
+        if not 0 < self.masking_probability < 1:
+            yield f"--mask-prob {self.masking_probability}: must lie between 0 and 1, such as 0.15"
+        if not 0 <= self.short_sequence_probability <= 1:
+            yield f"--short-seq-prob {self.short_sequence_probability}: must lie in 0 to 1, such as 0.1"
+        if self.masking_max_ngram < 1:
+            yield f"masking_max_ngram is {self.masking_max_ngram}; at least one word is masked at a time"
+        if self.masking_do_permutation:
+            yield "masking_do_permutation: is not available; leave it False"
+        if self.sequence_length < self.num_special_places + 2:
+            yield f"--seq-length {self.sequence_length}: a sample needs at least {self.num_special_places + 2} tokens"
+        missing = [role for role in self.needed_roles if special_id(self.tokenizer, role) is None]
+        if missing:
+            kind = type(self.tokenizer).__name__ if self.tokenizer is not None else "None"
+            yield (
+                f"--tokenizer-type: the tokenizer ({kind}) has no token for {', '.join(missing)}, which samples have; "
+                "use BertWordPieceLowerCase or BertWordPieceCase, or a tokenizer that defines them"
+            )
+
+
+class MaskedWordPieceDataset(MegatronDataset):
+    """See the module; arguments as for ``MegatronDataset``, with documents that follow one another in ``indices``.
+
+    Raises:
+        EmptySplitError: a ValueError; no document of the split gives a sample.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: MaskedWordPieceDatasetConfig,
+    ):
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        self.config: MaskedWordPieceDatasetConfig = config
+        self.target_length = config.sequence_length - config.num_special_places
+        self.vocab_size: int = config.vocab_size or config.tokenizer.vocab_size
+        self.ids = {role: special_id(config.tokenizer, role) for role in SPECIAL_ROLES}
+        self.pad = self._padding_id()
+        self.sample_index = self._build_or_load()
+        self.rule = self.masking_rule()
+        self.num_epochs = int(np.count_nonzero(self.sample_index[:, 0] == self.sample_index[:, 0].min()))
+        logger.log(
+            config.log_level_of_sources(index_split),
+            "%s %s of %s: %d documents, %d samples in %d epoch(s)",
+            type(self).__name__, index_split.name, dataset_path, len(indexed_indices), len(self), self.num_epochs,
+        )  # fmt: skip
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: Any) -> int:
+        return len(low_level_dataset.document_indices) - 1
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> IndexedDataset:
+        if config.mock:
+            raise UserError(f"no data: give --data-path (or another source of data), made with {SENTENCES}")
+        return IndexedDataset(resolve_prefix(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
+
+    def __len__(self) -> int:
+        return len(self.sample_index)
+
+    @abstractmethod
+    def __getitem__(self, idx: int) -> dict[str, Any]: ...
+
+    def masking_rule(self) -> MaskingRule:
+        """How this data set masks."""
+        inverse = self.config.tokenizer.inv_vocab
+        opens_word = np.ones(self.vocab_size, dtype=bool)
+        if self.config.masking_do_full_word:
+            opens_word[[index for index, text in inverse.items() if text.startswith(CONTINUATION)]] = False
+        never_masked = np.zeros(self.vocab_size, dtype=bool)
+        for role in ("cls", "sep"):
+            if self.ids[role] is not None:
+                never_masked[self.ids[role]] = True
+        return MaskingRule(
+            probability=self.config.masking_probability,
+            max_ngram=self.config.masking_max_ngram,
+            opens_word=opens_word,
+            never_masked=never_masked,
+            geometric=self.config.masking_use_geometric_distribution,
+            longer_ngrams=self.config.masking_use_longer_ngrams,
+        )
+
+    def random_state(self, idx: int) -> np.random.RandomState:
+        """The generator of sample ``idx``."""
+        return np.random.RandomState((self.config.random_seed + idx) % 2**32)
+
+    def sentences(self, idx: int) -> tuple[np.ndarray, np.ndarray, int]:
+        """The tokens of sample ``idx`` int64[n], the lengths of its sentences, and its target length."""
+        first, end, target = self.sample_index[idx].tolist()
+        tokens = self.dataset.joined(first, end).astype(np.int64)
+        lengths = self.dataset.sequence_lengths[first:end]
+        # as unsigned, negative ids are the largest: one pass finds both kinds
+        if len(tokens) and int(tokens.view(np.uint64).max()) >= self.vocab_size:
+            where = int(np.flatnonzero(tokens.view(np.uint64) >= self.vocab_size)[0])
+            sentence = first + int(np.searchsorted(np.cumsum(lengths), where, side="right"))
+            raise UserError(
+                f"{self.dataset_path}: token id {int(tokens[where])} in sentence {sentence} is not below the "
+                f"vocabulary size {self.vocab_size}: the data was made with another tokenizer. Preprocess it with this "
+                "run's tokenizer, or give this run the tokenizer of the data"
+            )
+        return tokens, lengths, target
+
+    def padded(self, values: Any, length: int, filler: int = 0) -> np.ndarray:
+        """``values`` as int64[length]; what the tokenizer pads with becomes 0, which every embedding has."""
+        array = np.full(length, filler, dtype=np.int64)
+        array[: len(values)] = values
+        if self.pad > 0:
+            array[array == self.pad] = 0
+        return array
+
+    def _padding_id(self) -> int:
+        """The padding id; -1, which no data holds, where there is none or it is another special token's, too."""
+        pad = self.ids["pad"]
+        if pad is None or pad < 0:
+            return -1
+        shared = any(index == pad for role, index in self.ids.items() if role != "pad")
+        return pad if not shared or self.config.allow_ambiguous_pad_tokens else -1
+
+    def _build_or_load(self) -> np.ndarray:
+        config, bounds, sizes = self.config, self.dataset.document_indices, self.dataset.sequence_lengths
+        if not len(self.indices):
+            raise EmptySplitError(self._empty("it has no documents"))
+        assert self.documents_are_a_range
+        bounds = bounds[int(self.indices[0]) : int(self.indices[-1]) + 2]
+        single = len(bounds) > 1 and int(np.diff(bounds).max()) <= 1
+        if single and config.min_sentences == 1:
+            logger.warning(
+                "%s: every document of %s is one sequence, of which a sample takes the first %d tokens at most: make "
+                "the data with %s to train on all of it",
+                self.dataset_path, self.index_split.name, self.target_length, SENTENCES,
+            )  # fmt: skip
+
+        def build() -> dict[str, np.ndarray]:
+            epochs = 1 if self.num_samples is None else 2**31 - 2
+            options = config.short_sequence_probability, config.random_seed, config.min_sentences
+            try:
+                return {"sample_index": build_mapping(
+                    bounds, sizes, epochs, self.num_samples, self.target_length, *options
+                )}  # fmt: skip
+            except NoSamplesError as error:
+                raise EmptySplitError(self._empty(f"{error}", single)) from None
+
+        layout: Layout = {"sample_index": ((None, 3), "uint32" if len(sizes) < 2**32 else "uint64")}
+        first, last = int(bounds[0]), int(bounds[-1])
+        limits = {"sample_index": [(first, last - 1), (first + 1, last), (2, self.target_length)]}
+        own = {
+            "num_samples": self.num_samples,
+            "target_length": self.target_length,
+            "short_sequence_probability": config.short_sequence_probability,
+            "min_sentences": config.min_sentences,
+        }
+        return self.index_cache(own, layout, limits).get(build)["sample_index"]
+
+    def _empty(self, reason: str, documents_are_whole: bool = False) -> str:
+        what = "a full pass" if self.num_samples is None else f"{self.num_samples} samples"
+        fix = (
+            f"its documents were not split into sentences: make it with {SENTENCES}, or give --bert-no-binary-head"
+            if documents_are_whole
+            else f"give that split a larger share in --split (now {self.config.split}) or more data, or ask no samples "
+            "of it (--eval-iters 0)"
+        )
+        return f"{what} of {self.index_split.name} asked of {self.dataset_path}, but {reason}; {fix}"
+
+
+def special_id(tokenizer: Any, role: str) -> int | None:
+    """The id of a special token; None where the tokenizer has none."""
+    try:
+        index = getattr(tokenizer, role)
+    except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none
+        return None
+    return None if index is None or int(index) < 0 else int(index)

@@ -1,0 +1,140 @@
+"""T5's samples: text in which spans of words are replaced by sentinels, and the spans as what the decoder writes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig, special_id
+from megatron.data.blend import Split
+from megatron.data.word_masking import GEOMETRIC, MaskingRule, mask_words
+
+
+@dataclass(kw_only=True)
+class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
+    """Settings of T5's data set; ``sequence_length`` is the encoder's."""
+
+    sequence_length_encoder: int = field(init=False, default=0)
+    """The encoder's length, ``sequence_length``."""
+
+    sequence_length_decoder: int
+    """The decoder's length."""
+
+    def __post_init__(self, s3_cache_path: str | None) -> None:
+        self.sequence_length_encoder = self.sequence_length
+        super().__post_init__(s3_cache_path)
+
+    @property
+    def num_special_places(self) -> int:
+        return 2  # nothing takes them, but the order of samples depends on it
+
+    @property
+    def needed_roles(self) -> tuple[str, ...]:
+        return ("eos",)
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not 0 < self.masking_probability < 1:
+            return
+        masked, spans = expected_masks(self.sequence_length, self.masking_probability, self.masking_max_ngram)
+        if self.sequence_length_decoder < masked + spans + 1:
+            yield (
+                f"--decoder-seq-length {self.sequence_length_decoder}: with --encoder-seq-length {self.sequence_length}"
+                f" and --mask-prob {self.masking_probability} the decoder has about {masked} masked tokens, {spans} "
+                f"sentinels and a start token to take; at least {masked + spans + 1}"
+            )
+        sentinels = sentinel_ids(self.tokenizer)
+        if len(sentinels) < spans:
+            yield (
+                f"--vocab-extra-ids: the tokenizer has {len(sentinels)} sentinels, but a sample has about {spans} "
+                f"spans; give --vocab-extra-ids {max(100, spans)}, here and where the data is tokenized"
+            )
+        if special_id(self.tokenizer, "bos") is None and special_id(self.tokenizer, "pad") is None:
+            yield "--tokenizer-type: the tokenizer has neither a bos nor a pad token, with which decoder inputs start"
+
+
+class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
+    """See the module; arguments as for ``MaskedWordPieceDataset``.
+
+    ``dataset[i]`` is a dict of int64 arrays: ``text_enc`` [encoder] (each span replaced by its sentinel, 0 behind),
+    ``text_dec`` [decoder] (bos, or pad where the tokenizer has none, then each sentinel and its span, 0 behind),
+    ``labels`` [decoder] (the same without bos, then eos, -1 behind), ``loss_mask`` [decoder], ``enc_mask`` [encoder]
+    and ``dec_mask`` [decoder] (1 on real tokens, by length), and the int ``truncated`` (1: tokens were dropped).
+
+    A sample masks no further word once all sentinels are used or the decoder is full.
+    """
+
+    def __init__(
+        self,
+        indexed_dataset: Any,
+        dataset_path: str | None,
+        indexed_indices: np.ndarray,
+        num_samples: int | None,
+        index_split: Split,
+        config: T5MaskedWordPieceDatasetConfig,
+    ):
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        self.config: T5MaskedWordPieceDatasetConfig = config
+        self._sentinels = sentinel_ids(config.tokenizer)
+        self._start = self.ids["bos"] if self.ids["bos"] is not None else self.ids["pad"]
+
+    def masking_rule(self) -> MaskingRule:
+        assert isinstance(self.config, T5MaskedWordPieceDatasetConfig)
+        room = self.config.sequence_length_decoder - 1  # bos, in the labels eos
+        sentinels = len(sentinel_ids(self.config.tokenizer))
+        return replace(super().masking_rule(), max_spans=sentinels, max_marked=room)
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        everything, _, target = self.sentences(idx)
+        tokens = everything[:target]
+        spans = mask_words(tokens, target, self.rule, self.random_state(idx))
+        ids = tokens.tolist()
+        encoder: list[int] = []
+        decoder = [self._start]
+        behind = 0  # the last span
+        for sentinel, span in zip(self._sentinels, spans):
+            encoder += [*ids[behind : span[0][0]], sentinel]
+            decoder += [sentinel, *(index for _, index in span)]
+            behind = span[-1][0] + 1
+        encoder += ids[behind:]
+        labels = [*decoder[1:], self.ids["eos"]]
+        enc, dec = self.config.sequence_length_encoder, self.config.sequence_length_decoder
+        decoder_mask = self._ones(len(decoder), dec)
+        return {
+            "text_enc": self.padded(encoder, enc),
+            "text_dec": self.padded(decoder, dec),
+            "labels": self.padded(labels, dec, -1),
+            "loss_mask": decoder_mask.copy(),
+            "truncated": int(len(everything) > target),
+            "enc_mask": self._ones(len(encoder), enc),
+            "dec_mask": decoder_mask,
+        }
+
+    @staticmethod
+    def _ones(count: int, length: int) -> np.ndarray:
+        mask = np.zeros(length, dtype=np.int64)
+        mask[:count] = 1
+        return mask
+
+
+def sentinel_ids(tokenizer: Any) -> list[int]:
+    """The ids that stand for spans, in their order."""
+    try:
+        return [int(index) for index in tokenizer.additional_special_tokens_ids]
+    except (AttributeError, NotImplementedError, ValueError):
+        return []
+
+
+def expected_masks(length: int, probability: float, max_ngram: int) -> tuple[int, int]:
+    """Masked tokens of a full sample, and spans if every word is one token and lengths are geometric.
+
+    >>> expected_masks(512, 0.15, 10)
+    (76, 18)
+    """
+    masked = max(1, int(probability * (length - 2)))
+    mean = (1 - (1 - GEOMETRIC) ** max_ngram) / GEOMETRIC  # of min(draw, max_ngram)
+    return masked, math.ceil(masked / mean)

@@ -1,0 +1,106 @@
+"""Which words of a sample are masked, for BERT and T5: whole words or single pieces, singly or in n-grams.
+
+Words are visited in shuffled order; each draws a length in words and is masked with as many of the words behind it as
+the budget of tokens still takes, unless one of them is masked already. Every draw comes from one ``RandomState`` in a
+fixed order, so that the masks equal Megatron-LM's bit for bit.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+GEOMETRIC = 0.2
+"""Success probability of the geometric distribution of span lengths."""
+
+NO_LIMIT = 2**62
+CONTINUATION = "##"
+"""A token whose text begins so continues the word of the token before it."""
+
+
+@dataclass(frozen=True)
+class MaskingRule:
+    """How words are found, drawn and bounded."""
+
+    probability: float
+    """Share of tokens to mask."""
+    max_ngram: int
+    """Longest run of words that one draw masks."""
+    opens_word: np.ndarray
+    """bool[vocabulary]: the token opens a word."""
+    never_masked: np.ndarray
+    """bool[vocabulary]: the token is no part of any word."""
+    geometric: bool = False
+    """Draw lengths from a geometric distribution, else in proportion to 1 / length."""
+    longer_ngrams: bool = False
+    """Not geometric: in proportion to 1 / (max_ngram + 1 - length) instead."""
+    max_spans: int = NO_LIMIT
+    """Spans of a sample at most; no further word is masked then."""
+    max_marked: int = NO_LIMIT
+    """Masked tokens and spans of a sample, added up, at most."""
+
+    def budget(self, num_tokens: int, target: int) -> float:
+        """Masked tokens at most: a real number, of which no rounding makes a whole one."""
+        return min(self.probability * target, max(1, round(num_tokens * self.probability)))
+
+    def draw_length(self, random_state: np.random.RandomState) -> Callable[[], int]:
+        """A function that draws how many words to mask together."""
+        most = self.max_ngram
+        if self.geometric:
+            return lambda: min(int(random_state.geometric(GEOMETRIC)), most)
+        weights = 1.0 / np.arange(1, most + 1)
+        weights /= weights.sum()
+        if self.longer_ngrams:
+            weights = weights[::-1]
+        weights = weights / weights.sum()
+        cumulative = weights.cumsum()
+        bounds, uniform = (cumulative / cumulative[-1]).tolist(), random_state.random_sample
+        return lambda: bisect_right(bounds, uniform()) + 1  # RandomState.choice without its checks: ten times as fast
+
+
+def mask_words(
+    tokens: np.ndarray,
+    target: int,
+    rule: MaskingRule,
+    random_state: np.random.RandomState,
+    replace: Callable[[int], int] | None = None,
+) -> list[list[tuple[int, int]]]:
+    """The spans of ``tokens`` int64[n] to mask, from left to right: lists of (position, replacement).
+
+    Args:
+        target: the length that the sample was to have, which bounds the number of masked tokens.
+        replace: gives the id in the place of an id, drawing from ``random_state``; None: no draw, and the id stays.
+    """
+    places = np.flatnonzero(~rule.never_masked[tokens])
+    opens = rule.opens_word[tokens[places]]
+    opens[:1] = True
+    starts = np.flatnonzero(opens).tolist()  # of each word, in ``places``
+    order = np.arange(len(starts))
+    random_state.shuffle(order)
+    most, draw = rule.budget(len(tokens), target), rule.draw_length(random_state)
+    is_masked = bytearray(len(places))
+    starts += [len(places)] * rule.max_ngram  # a run that would go on behind the last word ends with it
+    spans: list[tuple[int, list[int]]] = []
+    count = 0
+    for word in order.tolist():
+        if count + 1 > most or len(spans) >= rule.max_spans:  # no further word fits, and nobody else draws
+            break
+        words, begin = draw(), starts[word]
+        end = starts[word + words]
+        while words and count + end - begin > most:
+            words -= 1
+            end = starts[word + words]
+        # a word that does not fit, or meets a mask, is passed over, and its draws stay used up
+        if not words or is_masked.find(1, begin, end) >= 0:
+            continue
+        if count + end - begin + len(spans) + 1 > rule.max_marked:
+            break
+        is_masked[begin:end] = b"\1" * (end - begin)
+        count += end - begin
+        ids = tokens[places[begin:end]].tolist()
+        spans.append((begin, ids if replace is None else [replace(index) for index in ids]))
+    spans.sort()
+    return [list(zip(places[begin : begin + len(ids)].tolist(), ids)) for begin, ids in spans]
