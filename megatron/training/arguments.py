@@ -51,6 +51,7 @@ def parse_args(
     args_defaults: Mapping[str, Any] | None = None,
     extra_args_provider: ExtraArgsProvider | None = None,
     needs_data: bool = True,
+    model_family: str = "gpt",
 ) -> PretrainConfig:
     """The settings of a command line, not yet resolved (see :func:`validate_args`).
 
@@ -60,6 +61,7 @@ def parse_args(
         extra_args_provider: adds a script's own flags to an ``argparse.ArgumentParser``; their values become
             attributes of the result and are kept in its ``extra``.
         needs_data: False for scripts that bring data sets and tokenizers of their own.
+        model_family: whose description and rules are asked (``model_description.py``).
 
     Raises:
         ConfigError: with every mistake of the command line, and what else is wrong with the settings it did read.
@@ -94,7 +96,10 @@ def parse_args(
     extra.update({name: merged[name] for name in fieldless & absent.settings().keys()})
     for name in fieldless:
         del merged[name]
-    cfg = PretrainConfig(**merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data)
+    cfg = PretrainConfig(
+        **merged, explicit=frozenset(explicit) - fieldless, extra=extra, needs_data=needs_data,
+        model_family=model_family,
+    )  # fmt: skip
     if problems or unavailable:
         raise ConfigError(problems + _further_problems(cfg, problems) + unavailable)
     if is_first_rank():

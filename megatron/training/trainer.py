@@ -153,12 +153,13 @@ class Trainer:
         expected_tokens = float(size * cfg.seq_length)  # keeps gradients near 1 before the true count is known
         for chunk in parts.model:
             chunk.zero_grad_buffer()
+        num_microbatches = size // (cfg.micro_batch_size * parts.groups.dp.size)
         with self.timers("forward-backward", log_level=1):
             results = self.forward_backward(
                 forward_step_func=parts.task.forward_step,
-                data_iterator=parts.train_iterator,
+                data_iterator=parts.task.global_batch(parts.train_iterator, num_microbatches),  # type: ignore[arg-type]
                 model=parts.model,
-                num_microbatches=size // (cfg.micro_batch_size * parts.groups.dp.size),
+                num_microbatches=num_microbatches,
                 loss_transform=lambda loss: parts.optimizer.scale_loss(loss / expected_tokens),
                 seq_length=cfg.seq_length,
                 micro_batch_size=cfg.micro_batch_size,

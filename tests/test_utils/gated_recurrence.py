@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron.core.description.model import Op, Param, Piece, Saved, activation_bytes, gemm, linear
 from megatron.core.models.backends import get_backend
-from megatron.core.models.gpt.gpt_layer_specs import layer_spec
+from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.sharding.placement import Shard, Zeros, parameter
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.initial_values import output_weight_init, weight_init

@@ -92,7 +92,7 @@ MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
-MAX_LIBRARY_LINES = 44_000  # all of them counted
+MAX_LIBRARY_LINES = 45_500  # all of them counted
 MAX_ENTRY_LINES = 60
 OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
                          "megatron/core/tokenizers/", "megatron/training/hooks/")
@@ -100,6 +100,8 @@ OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/exte
 # path or path::name -> reason; each entry lifts the budget rules for that place
 EXCEPTIONS = {
     "megatron/core/models/gpt/gpt_model.py::__init__": "the constructor that existing programs call by name",
+    "megatron/core/models/bert/bert_model.py::__init__": "the constructor that existing programs call by name",
+    "megatron/core/models/t5/t5_model.py::__init__": "the constructor that existing programs call by name",
     "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
     "megatron/data/helpers.py::import": "the one place that picks the C++ index builders or their numpy twin",
 }

@@ -28,11 +28,14 @@ SETTINGS = (
 """Settings that its weights depend on."""
 
 
-def visible_pairs(config: Config, length: int, layer_number: int) -> float:
-    """Query-key pairs of one sequence, by areas: the triangle s^2 / 2, less the triangle to the left of the window."""
-    window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
-    hidden = 0 if window is None or window[0] < 0 else max(0, length - window[0] - 1)
-    return (length**2 - hidden**2) / 2
+def visible_pairs(config: Config, place: LayerPlace) -> float:
+    """Query-key pairs of one sequence, by areas: the triangles s^2 / 2 before a query and, unless attention is causal,
+    behind it, each less the triangle outside of the window."""
+    length = place.seq_length
+    sides = layer_window(config.window_size, config.window_attn_skip_freq, place.layer_number) or (-1, -1)
+    seen = sides[:1] if place.causal else sides
+    hidden = sum(max(0, length - side - 1) ** 2 for side in seen if side >= 0)
+    return (len(seen) * length**2 - hidden) / 2
 
 
 def describe_attention(config: Config, place: LayerPlace) -> Piece:
@@ -79,7 +82,7 @@ def is_unfused(config: Config) -> bool:
 def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int) -> Op:
     """Attention between its projections; what it keeps beside its inputs and its output. ``query``, ``key`` and
     ``output`` are elements per token on this rank."""
-    pairs, tp = visible_pairs(config, place.seq_length, place.layer_number), config.tensor_model_parallel_size
+    pairs, tp = visible_pairs(config, place), config.tensor_model_parallel_size
     item, heads = activation_bytes(config), config.num_attention_heads // tp
     kept = 4.0 * heads  # log-sum-exp
     if config.context_parallel_size > 1 or config.softmax_type != "vanilla":

@@ -53,6 +53,9 @@ class NetworkSizeConfig:
     apply_embedding_scaling: bool = False
     """Multiply embeddings by the square root of the hidden size, rounded to the weights' format (Gemma)."""
 
+    embed_layernorm: bool = False
+    """Normalise the embedding. The first branch of the first layer has no other norm than that (ModernBERT)."""
+
     final_logit_softcapping: PositiveFloat | None = None
     """Cap the output layer's logits softly: cap * tanh(logits / cap) (Gemma 2)."""
 

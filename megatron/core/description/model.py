@@ -33,6 +33,8 @@ class LayerPlace:
     seq_length: int
     rotary: bool = False
     """Whether queries and keys are rotated."""
+    causal: bool = True
+    """Whether a query sees no key behind it."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def norm(name: str, size: int, config: Config) -> list[Param]:
 
 RESIDUAL_SETTINGS = (
     "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_placement",
-    "apply_residual_connection_post_layernorm",
+    "apply_residual_connection_post_layernorm", "embed_layernorm",
 )  # fmt: skip
 """Settings that every branch and the final norm depend on."""
 NormDescription = Callable[[str, int, Config], list[Param]]

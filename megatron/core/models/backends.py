@@ -75,9 +75,11 @@ class TransformerEngineLayer(TransformerLayer):
         groups: ProcessGroups, branches: range | None = None,
     ) -> None:  # fmt: skip
         super().__init__(config, submodules, layer_number, groups=groups, branches=branches)
-        if config.apply_residual_connection_post_layernorm or "layernorm" in recomputed_modules(config):
+        if "layernorm" in recomputed_modules(config):
             return
         for branch in self.branches:
+            if branch.normed_is_residual:
+                continue
             linear = getattr(branch.mixer, "first_linear", None)
             if not isinstance(branch.norm, te.TENorm) or not isinstance(linear, te.TEColumnParallelLinear):
                 continue

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
 from megatron.core.description.model import (
-    RESIDUAL_SETTINGS,
     Config,
     LayerPlace,
     ModelDescription,
@@ -24,15 +22,15 @@ from megatron.core.description.model import (
     residual_branch,
     stream_elements,
 )
-from megatron.core.models.common.description import describe_embedding, describe_head, word_tables
+from megatron.core.models.common.description import (
+    SETTINGS,
+    Vocabulary,
+    describe_embedding,
+    describe_head,
+    layer_descriptions,
+    word_tables,
+)
 from megatron.core.transformer.moe.moe_description import describe_feed_forward
-
-SETTINGS = (
-    "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
-    "use_parallel_residual", "apply_embedding_scaling", "final_logit_softcapping",
-    *RESIDUAL_SETTINGS,
-)  # fmt: skip
-"""Settings that the weights around its layers depend on."""
 
 
 def describe_gpt(
@@ -51,30 +49,20 @@ def describe_gpt(
     ``vocab_size`` is the true size; 0 where it is not known. ``spec``: that of a layer, or one per layer; None: layers
     of attention and a feed-forward network, described without torch.
     """
-    word, output = word_tables(
-        config, vocab_size, make_vocab_size_divisible_by, share_embeddings_and_output_weights
-    )  # fmt: skip
+    vocabulary = Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
+    word, output = word_tables(config, vocabulary)
     rotary, layers = position_embedding_type in ("rope", "yarn"), []
-    for index, describe in enumerate(_layer_descriptions(spec, config.num_layers)):
+    for index, describe in enumerate(layer_descriptions(spec, config.num_layers, _decoder_layer)):
         branches = describe(config, LayerPlace(index + 1, seq_length, rotary))
         layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in branches))
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
     embedding, predictions = describe_embedding(config, word, positions, SETTINGS), []
-    describe = _layer_descriptions(spec, config.num_layers)[-1]
+    describe = layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
     for depth in range(config.mtp_num_layers or 0):
         branches = describe(config, LayerPlace(config.num_layers + depth + 1, seq_length, rotary))
         pieces = _prediction(config, branches, output, seq_length, embedding)
         predictions += [each.under(f"mtp.layers.{depth}.") for each in pieces]
     return ModelDescription(embedding, tuple(layers), describe_head(config, output, seq_length), tuple(predictions))
-
-
-def _layer_descriptions(spec: Any, num_layers: int) -> Sequence[Callable[[Config, LayerPlace], tuple[Piece, ...]]]:
-    if spec is None:
-        return [_decoder_layer] * num_layers
-    from megatron.core.transformer.layer_description import describe_layer  # specs are of torch's modules
-    from megatron.core.transformer.transformer_block import layer_specs
-
-    return [partial(describe_layer, each) for each in layer_specs(spec, num_layers)]
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:

@@ -259,17 +259,18 @@ class RowParallelLinear(RowParallel):
 class ReplicatedLinear(nn.Module):
     """``Y = X A^T + b`` of the tokens that this rank is given, with the whole of A. Returns (Y, None).
 
-    Under sequence parallelism those are its own positions, so that gradients are partial sums over the group.
+    Under sequence parallelism those are its own positions, so that gradients are partial sums over the group, unless
+    every rank is given the ``whole_input``.
     """
 
     weight_gradient_store: WeightGradientStore | None = None
 
     def __init__(
         self, input_size: int, output_size: int, *, config: ModelParallelConfig, init_method: Init, bias: bool = True,
-        groups: ProcessGroups,
+        whole_input: bool = False, groups: ProcessGroups,
     ) -> None:  # fmt: skip
         super().__init__()
-        partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 else ()
+        partial = ("tp",) if groups.stream(config.sequence_parallel).size > 1 and not whole_input else ()
         placed = {"partial": partial, "groups": groups, "dtype": config.params_dtype}
         self.weight = parameter((output_size, input_size), init=init_method, **placed)
         self.bias = parameter((output_size,), init=Zeros(), **placed) if bias else None

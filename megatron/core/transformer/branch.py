@@ -66,7 +66,8 @@ class Branch:
         )
         takes_context(type(mixer).forward)  # refuses what it cannot call before anything runs
         self._keeping, self._run = norm_output(config), run_of(config, spec.name)
-        self._normed_is_residual = config.apply_residual_connection_post_layernorm
+        self.normed_is_residual = config.apply_residual_connection_post_layernorm
+        """Whether the norm's output, not its input, is what the mixer's is added to."""
 
     @property
     def norm(self) -> nn.Module:
@@ -86,7 +87,7 @@ class Branch:
 
     @property
     def _norm_adds(self) -> bool:
-        return isinstance(self.norm, StreamNorm) and not self._normed_is_residual
+        return isinstance(self.norm, StreamNorm) and not self.normed_is_residual
 
     def enter(self, hidden: Tensor) -> Stream:
         """The norm of the stream."""
@@ -94,7 +95,7 @@ class Branch:
             residual, normed = self.norm(hidden, None)
             return Stream(hidden, residual, normed)
         normed = self.norm(hidden)
-        return Stream(hidden, normed if self._normed_is_residual else hidden, normed)
+        return Stream(hidden, normed if self.normed_is_residual else hidden, normed)
 
     def enter_behind(self, before: Branch, residual: Tensor, output: Tensor, ctx: ForwardContext) -> Stream:
         """The same, where the neighbour's output is not yet added: in one pass over memory if nothing is in between."""

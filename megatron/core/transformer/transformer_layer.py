@@ -79,6 +79,8 @@ class TransformerLayer(nn.Module):
             raise UserError(f"{', '.join(twice)}: given to two modules; parameters are called by these names, one each")
         held = specs if branches is None else specs[branches.start : branches.stop]
         self.branches = [Branch(self, spec, config, layer_number, groups) for spec in held]
+        if config.embed_layernorm and layer_number == 1 and held[0] is specs[0]:
+            self.branches[0].normed_is_residual = True  # its norm is the embedding's
         self._order = self._beside_each_other if config.use_parallel_residual else self._one_after_another
 
     def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.config.cli import FlagSpec, flags_of
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
-from megatron.core.models.gpt_description import SETTINGS as DECODER_SETTINGS
+from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.checkpoint.files import find_checkpoint

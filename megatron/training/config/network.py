@@ -53,3 +53,7 @@ class ModelConfig:
     spec: list[str] | None = flag("--spec", nargs="*", metavar="MODULE NAME")
     """Python module and the name in it of your own layers: the spec of one layer, of one layer each, or a function that
     makes it and may take the library's ``config``. ``local`` means the built-in ones."""
+
+    bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
+    """Of pretrain_bert.py: train without pairs of texts, whose order the binary head tells, and without types of
+    tokens."""

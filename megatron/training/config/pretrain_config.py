@@ -15,6 +15,7 @@ from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
+from megatron.training.config.masked_data import MaskedDataConfig
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.program import ProgramConfig
 from megatron.training.config.self_checks import SelfCheckConfig
@@ -35,6 +36,7 @@ class PretrainConfig(
     MixedPrecisionConfig,
     LearningRateConfig,
     DataConfig,
+    MaskedDataConfig,
     TokenizerConfig,
     ValidationConfig,
     CheckpointConfig,
@@ -56,6 +58,9 @@ class PretrainConfig(
 
     extra: dict[str, Any] = derived(factory=dict)
     """Values of the flags that an entry script added, and of those that have no effect; also readable as attributes."""
+
+    model_family: str = derived("gpt")
+    """Which description, rules and notices are those of this program: a key of ``model_families.FAMILIES``."""
 
     needs_data: bool = derived(True)
     """False for entry scripts that bring data sets and tokenizers of their own: no rule asks for the flags of data."""

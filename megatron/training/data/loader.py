@@ -19,7 +19,6 @@ from megatron.core.config.errors import UserError
 from megatron.training.exits.conditions import OutliveExitSignals
 
 PADDING = -1  # the data set index of a sample that only evens out a ragged last batch
-NO_LABEL = -1  # BERT's ``is_random`` of such a sample
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,7 @@ class KeyedDataset:
         sample = dict(self.dataset[max(index, 0)])
         if index == PADDING:
             sample["loss_mask"] = np.zeros_like(np.asarray(sample["loss_mask"]))  # inert: counts in no sum
-            if "is_random" in sample:
-                sample["is_random"] = NO_LABEL
-        sample["sample_index"] = np.int64(position)
+        sample["sample_index"] = np.int64(PADDING if index == PADDING else position)
         return sample
 
 

@@ -42,6 +42,11 @@ class Task:
         """Three data sets (or None), the second also a list of validation sets. Map-style: ``ds[i] -> dict``."""
         raise NotImplementedError
 
+    def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
+        """What this rank's next ``num_microbatches`` of training are read from; for losses whose weights depend on the
+        whole global batch. Collective over data-parallel ranks."""
+        return data_iterator
+
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
         """The next micro-batch on this rank's device."""
         raise NotImplementedError

@@ -11,22 +11,20 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.description.model import ModelDescription
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import check_tokenizer_of_data, data_source_options
 from megatron.training.initialize import training_device
-from megatron.training.model_description import describe_run, layers_of_spec
-from megatron.training.tasks.base import NumSamples, Task
+from megatron.training.model_description import layers_of_spec
+from megatron.training.tasks.base import NumSamples
+from megatron.training.tasks.language_model import LanguageModelTask
 
 
-class GPTTask(Task):
+class GPTTask(LanguageModelTask):
     """GPT and LLaMA-like models on ``.bin/.idx`` text, or on mock data."""
 
     def model_provider(
@@ -55,22 +53,9 @@ class GPTTask(Task):
             seed=cfg.seed,
             make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
             groups=parallel_state.get_process_groups(),
-            branches=self._branches(vp_stage or 0),
+            branches=self.branches(vp_stage or 0),
             vp_stage=vp_stage,
         )
-
-    def _branches(self, vp_stage: int) -> range:
-        """Branches of this rank's model chunk; unlike GPTModel, the task knows the length of training sequences."""
-        cfg, pp = self.cfg, parallel_state.get_process_groups().pp
-        stages = pipeline_stages(cfg, self.description().costs)
-        return stages[pp.rank + vp_stage * pp.size].branches
-
-    @property
-    def vocab_size(self) -> int:
-        """The true size, the tokenizer's or a larger --vocab-size; padding is the model's own business."""
-        if self.tokenizer is None:
-            raise UserError("--tokenizer-type: is required; for token ids without text NullTokenizer with --vocab-size")
-        return max(self.tokenizer.vocab_size, self.cfg.vocab_size or 0)
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
         """GPT data sets (blended, split) from the data flags."""
@@ -117,10 +102,6 @@ class GPTTask(Task):
             sample_index=batch["sample_index"],
         )
         return output, partial(self.loss_func, batch)
-
-    def description(self) -> ModelDescription:
-        """The model of the flags."""
-        return describe_run(self.cfg, self.vocab_size)
 
 
 def packed_documents(batch: dict[str, Tensor]) -> PackedSeqParams | None:

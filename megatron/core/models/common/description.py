@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from megatron.core.description.model import (
+    RESIDUAL_SETTINGS,
     Config,
+    LayerPlace,
     Op,
     Param,
     Piece,
@@ -16,14 +22,46 @@ from megatron.core.description.model import (
     stream_elements,
 )
 
+SETTINGS = (
+    "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
+    "use_parallel_residual", "apply_embedding_scaling", "final_logit_softcapping",
+    *RESIDUAL_SETTINGS,
+)  # fmt: skip
+"""Settings that the weights around its layers depend on."""
 
-def word_tables(config: Config, vocab_size: int, divisible_by: int, shared: bool) -> tuple[Param, Param]:
-    """Word embeddings and the weight of the output layer, a copy of them where it is ``shared``."""
-    multiple = math.lcm(divisible_by, config.tensor_model_parallel_size)
-    table = (vocab_size, config.hidden_size)
-    stored = (-(-vocab_size // multiple) * multiple, config.hidden_size)
+@dataclass(frozen=True)
+class Vocabulary:
+    """Word embeddings and output layer. ``size`` is the true number of entries; a multiple of ``divisible_by`` is
+    stored, and the padding takes part in nothing."""
+
+    size: int
+    shared: bool
+    """Whether the output layer's weight is the embedding's."""
+    divisible_by: int = 128
+
+
+LayerDescription = Callable[[Config, LayerPlace], tuple[Piece, ...]]
+
+
+def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -> Sequence[LayerDescription]:
+    """What describes each layer of ``spec``: that of a layer, or one per layer; None: all are ``built_in``, and
+    described without torch."""
+    if spec is None:
+        return [built_in] * num_layers
+    from megatron.core.transformer.layer_description import describe_layer  # specs are of torch's modules
+    from megatron.core.transformer.transformer_block import layer_specs
+
+    return [partial(describe_layer, each) for each in layer_specs(spec, num_layers)]
+
+
+def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:
+    """Word embeddings and the weight of the output layer, a copy of them where it is shared."""
+    multiple = math.lcm(vocabulary.divisible_by, config.tensor_model_parallel_size)
+    table = (vocabulary.size, config.hidden_size)
+    stored = (-(-vocabulary.size // multiple) * multiple, config.hidden_size)
     word = Param("embedding.word_embeddings.weight", table, {"tp": 0}, stored)
-    return word, Param("output_layer.weight", table, {"tp": 0}, stored, tied_to=word.name if shared else None)
+    tied_to = word.name if vocabulary.shared else None
+    return word, Param("output_layer.weight", table, {"tp": 0}, stored, tied_to=tied_to)
 
 
 def describe_embedding(config: Config, word: Param, positions: int, settings: tuple[str, ...]) -> Piece:

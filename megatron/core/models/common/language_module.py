@@ -19,6 +19,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
 from megatron.core.pipeline_parallel.stages import branches_of_layers, pipeline_stages
 from megatron.core.random.dropout import DropoutCoordinates
@@ -30,17 +31,6 @@ from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
 
 PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Word embeddings and output layer. ``size`` is the true number of entries; a multiple of ``divisible_by`` is
-    stored, and the padding takes part in nothing."""
-
-    size: int
-    shared: bool
-    """Whether the output layer's weight is the embedding's."""
-    divisible_by: int = 128
 
 
 class LanguageModule(MegatronModule):

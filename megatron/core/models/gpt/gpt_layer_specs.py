@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.models.backends import Backend, get_backend
-from megatron.core.tensor_parallel.layers import ReplicatedLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.models.backends import get_backend
+from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     MultiTokenPredictionLayer,
     MultiTokenPredictionLayerSubmodules,
 )
-from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 _FOLLOWS_FROM_CONFIG = {"normalization", "moe_use_legacy_grouped_gemm", "use_te_op_fuser", "use_kitchen", "vp_stage"}
 """Arguments of existing programs that choose nothing: the configuration, or the stage being built, says it."""
@@ -30,62 +23,6 @@ _FOLLOWS_FROM_CONFIG = {"normalization", "moe_use_legacy_grouped_gemm", "use_te_
 def _accept(names: Iterable[str]) -> None:
     if strange := sorted(set(names) - _FOLLOWS_FROM_CONFIG):
         raise TypeError(f"layer specs have no argument {', '.join(strange)}")
-
-
-def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: object) -> L2Norm:
-    return L2Norm(eps)
-
-
-def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
-    column, latent_norm = backend.column_parallel_linear, backend.norm if qk_layernorm else None
-    slots = MLASelfAttentionSubmodules(
-        linear_q_proj=column,
-        linear_q_down_proj=ReplicatedLinear,
-        linear_q_up_proj=column,
-        linear_kv_down_proj=ReplicatedLinear,
-        linear_kv_up_proj=column,
-        core_attention=CoreAttention,
-        linear_proj=backend.row_parallel_linear,
-        q_layernorm=latent_norm,
-        kv_layernorm=latent_norm,
-        linear_qkv_down_proj=ReplicatedLinear,
-    )
-    return ModuleSpec(MLASelfAttention, submodules=slots)
-
-
-def _self_attention(backend: Backend, qk_layernorm: bool, qk_l2_norm: bool) -> ModuleSpec:
-    head_norm = _l2_norm if qk_l2_norm else backend.norm if qk_layernorm else None
-    slots = SelfAttentionSubmodules(
-        linear_qkv=backend.column_parallel_linear,
-        core_attention=backend.core_attention,
-        linear_proj=backend.row_parallel_linear,
-        q_layernorm=head_norm,
-        k_layernorm=head_norm,
-    )
-    return ModuleSpec(SelfAttention, submodules=slots)
-
-
-def layer_spec(
-    backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False, multi_latent_attention: bool = False,
-    experts: bool = False,
-) -> ModuleSpec:  # fmt: skip
-    """A GPT layer of one backend, dense or with ``experts``."""
-    attention = _self_attention(backend, qk_layernorm, qk_l2_norm)
-    if multi_latent_attention:
-        attention = _latent_attention(backend, qk_layernorm)
-    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
-    mlp = ModuleSpec(MLP, submodules=linears)
-    if experts:
-        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=linears))
-    return ModuleSpec(
-        backend.layer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=backend.norm,
-            self_attention=attention,
-            pre_mlp_layernorm=backend.norm,
-            mlp=mlp,
-        ),
-    )
 
 
 def get_gpt_layer_local_spec(

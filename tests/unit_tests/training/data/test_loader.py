@@ -86,7 +86,7 @@ def test_evaluation_covers_every_sample_once_and_masks_the_ragged_tail():
     assert sorted(index for _, index in keys if index != PADDING) == list(range(13))
     assert sum(index == PADDING for _, index in keys) == 3
     padded = KeyedDataset(Numbers(13))[(15, PADDING)]
-    assert padded["loss_mask"].sum() == 0 and padded["sample_index"] == 15
+    assert padded["loss_mask"].sum() == 0 and padded["sample_index"] == -1
 
 
 def test_boundaries_of_documents_are_laid_end_to_end():

@@ -1,0 +1,168 @@
+"""BERT: an encoder that predicts masked tokens, and the order of two pieces of text.
+
+Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored, padding included).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.models.bert.heads import BertLMHead, Pooler
+from megatron.core.models.bert_description import describe_bert
+from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module import (
+    LanguageModule,
+    PositionEmbeddingType,
+    Positions,
+    Vocabulary,
+    construction_device,
+)
+from megatron.core.sharding.placement import initialize_parameters
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.transformer.context import ForwardContext
+from megatron.core.transformer.initial_values import weight_init
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+
+class BertModel(LanguageModule):
+    """Token ids to logits, or to per-token losses where labels are given, and the logits of the binary head.
+
+    ``num_tokentypes`` 0: without types of tokens. Arguments are otherwise those of :class:`GPTModel`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_tokentypes: int,
+        transformer_layer_spec: ModuleSpec | TransformerBlockSubmodules,
+        vocab_size: int,
+        max_sequence_length: int,
+        pre_process: bool = True,
+        post_process: bool = True,
+        fp16_lm_cross_entropy: bool = False,
+        parallel_output: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: PositionEmbeddingType = "learned_absolute",
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        add_binary_head: bool = True,
+        vp_stage: int | None = None,
+        *,
+        rotary_base: float = 10000,
+        make_vocab_size_divisible_by: int = 128,
+        seed: int | None = None,
+        groups: ProcessGroups | None = None,
+        branches: range | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
+            pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
+        )  # fmt: skip
+        self.add_binary_head, self.parallel_output = add_binary_head, parallel_output
+        if branches is None:
+            described = describe_bert(
+                config, self.vocabulary, seq_length=max_sequence_length, max_sequence_length=max_sequence_length,
+                spec=transformer_layer_spec,
+            )  # fmt: skip
+            branches = self.branches_of_this_stage(described)
+        positions = Positions(
+            position_embedding_type, rotary_percent, rotary_base, None, seq_len_interpolation_factor
+        )
+        self.rotary_pos_emb = positions.rotary(config, max_sequence_length)
+        self.rotary_pos_emb_local = positions.local_rotary(config)
+        with torch.device(construction_device(config)):
+            if pre_process:
+                self.embedding = LanguageModelEmbedding(
+                    config, vocab_size, max_sequence_length, num_tokentypes=num_tokentypes,
+                    learned_positions=position_embedding_type == "learned_absolute",
+                    divisible_by=make_vocab_size_divisible_by, groups=self.groups,
+                )  # fmt: skip
+            self.encoder = TransformerBlock(
+                config, transformer_layer_spec, branches=branches, post_layer_norm=post_process, groups=self.groups
+            )
+            if post_process:
+                self._build_heads()
+            self.tie_over_stages()
+            if config.perform_initialization:
+                initialize_parameters(self, self.seed, self.groups)
+
+    def _build_heads(self) -> None:
+        config = self.config
+        self.lm_head = BertLMHead(config, self.groups)
+        self.output_layer = self.build_output_layer(bias=True)
+        self.pooler, self.binary_head = None, None
+        if self.add_binary_head:
+            self.pooler = Pooler(config, self.groups)
+            self.binary_head = ReplicatedLinear(
+                config.hidden_size, 2, config=config, init_method=weight_init(config), whole_input=True,
+                groups=self.groups,
+            )  # fmt: skip
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        tokentype_ids: Tensor | None = None,
+        lm_labels: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        sample_index: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """(logits [b, s, v], with -inf for padded entries, or losses fp32 [b, s] of every label; logits [b, 2] of the
+        binary head or None). On a pipeline stage other than the last: hidden states [s, b, h].
+
+        Args:
+            input_ids: int64 [b, s]; under context parallelism this rank's tokens, as all that is [b, s].
+            attention_mask: int or bool [b, s] of *whole* sequences, 1 for tokens and 0 for the padding behind them.
+                None: no padding, or ``packed_seq_params`` says where it is (:meth:`PackedSeqParams.of_lengths`).
+            tokentype_ids: int64 [b, s].
+            lm_labels: int64 [b, s]; a valid id also where the loss does not count.
+            sample_index: int64 [b], the samples' places in the whole run, on which dropout masks depend.
+
+        Raises:
+            ValueError: padding that is not behind all tokens.
+        """
+        batch, length = input_ids.shape
+        if attention_mask is not None:
+            packed_seq_params = documents_of_mask(attention_mask)
+        if packed_seq_params is not None:
+            packed_seq_params.check(batch, length * self.groups.cp.size)
+        dropout = self.dropout_coordinates(batch, length, sample_index, input_ids.device)
+        if self.pre_process:
+            position_ids = self.local_positions(length, input_ids.device).expand(batch, length)
+            hidden_states = self.embedding(input_ids, position_ids, dropout, tokentype_ids)
+        else:
+            hidden_states = self.received
+        rotary, rotary_local = (
+            None if each is None else each(length, input_ids.device, self.groups.cp)
+            for each in (self.rotary_pos_emb, self.rotary_pos_emb_local)
+        )
+        context = ForwardContext(
+            rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, packed_seq_params=packed_seq_params,
+            dropout=dropout,
+        )  # fmt: skip
+        hidden_states = self.encoder(hidden_states, context)
+        if not self.post_process:
+            return hidden_states
+        binary_logits = None
+        if self.pooler is not None and self.binary_head is not None:
+            binary_logits = self.binary_head(self.pooler(hidden_states))[0]
+        return self.outputs(self.lm_head(hidden_states), lm_labels), binary_logits
+
+
+def documents_of_mask(mask: Tensor) -> PackedSeqParams:
+    """Rows of tokens and padding behind them, of a mask [b, s] that is 1 for tokens, as documents.
+
+    Raises:
+        ValueError: padding before a token.
+    """
+    mask = mask.long()
+    if not mask.is_cuda and bool((mask.diff(dim=1) > 0).any()):
+        raise ValueError("attention_mask: padding stands behind all tokens of a row, here it is before some")
+    return PackedSeqParams.of_lengths(mask.sum(1), mask.shape[1])

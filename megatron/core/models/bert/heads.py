@@ -1,0 +1,52 @@
+"""What BERT has behind its last layer, beside the output layer.
+
+Legend: s sequence (this rank's positions), b batch, h hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from megatron.core.transformer.initial_values import weight_init
+from megatron.core.transformer.norm import make_norm
+
+
+class BertLMHead(nn.Module):
+    """[s, b, h] -> [s, b, h] before the output layer: dense, exact GELU, norm (Devlin et al. 2018)."""
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.dense = ReplicatedLinear(
+            width, width, config=config, init_method=weight_init(config), bias=config.add_bias_linear, groups=groups
+        )
+        self.layer_norm = make_norm(config, width, config.norm_epsilon, groups=groups)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.layer_norm(F.gelu(self.dense(hidden_states)[0]))
+
+
+class Pooler(nn.Module):
+    """[s, b, h] -> [b, h]: tanh of a dense layer of each sequence's first position.
+
+    That position is on one of the ranks that split a sequence. Tensor-parallel ranks all get its vector; of
+    context-parallel ranks only the first has it (:attr:`sees_first`), what others return means nothing.
+    """
+
+    def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.dense = ReplicatedLinear(
+            width, width, config=config, init_method=weight_init(config), whole_input=True, groups=groups
+        )
+        self.stream, self.sees_first = groups.stream(config.sequence_parallel), groups.cp.is_first
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        first = hidden_states[0] * float(self.stream.is_first)  # the others hold later positions
+        return torch.tanh(self.dense(reduce_from_tensor_model_parallel_region(first, self.stream))[0])

@@ -1,0 +1,88 @@
+"""Describes the BERT that ``bert/`` builds. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.attention.description import describe_attention
+from megatron.core.description.model import (
+    Config,
+    LayerPlace,
+    ModelDescription,
+    Op,
+    Param,
+    Piece,
+    Saved,
+    activation_bytes,
+    gemm,
+    norm,
+    one_piece,
+    residual_branch,
+    stream_elements,
+)
+from megatron.core.models.common.description import (
+    SETTINGS,
+    Vocabulary,
+    describe_embedding,
+    describe_head,
+    layer_descriptions,
+    word_tables,
+)
+from megatron.core.transformer.mlp_description import describe_mlp
+
+
+def describe_bert(
+    config: Config,
+    vocabulary: Vocabulary,
+    *,
+    seq_length: int,
+    max_sequence_length: int,
+    position_embedding_type: str = "learned_absolute",
+    num_tokentypes: int = 2,
+    add_binary_head: bool = True,
+    spec: Any = None,
+) -> ModelDescription:
+    """The model that :class:`BertModel` builds from the same arguments, on ``seq_length`` tokens a sequence, all of
+    which are taken for text. A vocabulary of 0: not known. ``spec``: as of :func:`describe_gpt`.
+    """
+    word, output = word_tables(config, vocabulary)
+    rotary, layers = position_embedding_type in ("rope", "yarn"), []
+    for index, describe in enumerate(layer_descriptions(spec, config.num_layers, _encoder_layer)):
+        branches = describe(config, LayerPlace(index + 1, seq_length, rotary, causal=False))
+        layers.append(tuple(branch.under(f"encoder.layers.{index}.") for branch in branches))
+    positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
+    embedding = describe_embedding(config, word, positions, (*SETTINGS, "bert_binary_head"))
+    if num_tokentypes:
+        types = Param("embedding.tokentype_embeddings.weight", (num_tokentypes, config.hidden_size))
+        embedding = replace(embedding, params=(*embedding.params, types))
+    return ModelDescription(embedding, tuple(layers), _heads(config, output, seq_length, add_binary_head))
+
+
+def _encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    attention, mlp = describe_attention(config, place), describe_mlp(config, place)
+    branches = (
+        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
+        residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
+    )
+    return (one_piece(branches),) if config.use_parallel_residual else branches
+
+
+def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piece:
+    """Final norm, dense layer with GELU and norm, output layer with bias, losses."""
+    head = describe_head(config, output, seq_length, "encoder.final_layernorm")
+    hidden, kept = config.hidden_size, stream_elements(config) * activation_bytes(config)
+    dense = Param("lm_head.dense.weight", (hidden, hidden))
+    params = [*head.params[:-1], dense]
+    if config.add_bias_linear:
+        params.append(Param("lm_head.dense.bias", (hidden,), ndim=1))
+    params += [*norm("lm_head.layer_norm", hidden, config), output]
+    stored = None if output.stored is None else output.stored[:1]
+    params.append(Param("output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1))
+    if binary:
+        for name, rows in (("pooler.dense", hidden), ("binary_head", 2)):
+            params += [Param(f"{name}.weight", (rows, hidden)), Param(f"{name}.bias", (rows,), ndim=1)]
+    final, *rest = head.ops
+    saved = tuple(Saved(name, kept) for name in ("input of the GELU", "output of the GELU", "normed"))
+    ops = (final, gemm(dense, config, seq_length, saved=saved), Op("activation", "gelu", traffic=5 * kept), *rest)
+    return replace(head, params=tuple(params), ops=ops)

@@ -1,0 +1,73 @@
+"""Layers of attention and a feed-forward network: slots filled from a backend."""
+
+from __future__ import annotations
+
+from megatron.core.attention.dot_product_attention import CoreAttention
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.enums import AttnMaskType
+from megatron.core.models.backends import Backend
+from megatron.core.tensor_parallel.layers import ReplicatedLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
+from megatron.core.transformer.norm import L2Norm
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+
+def _l2_norm(config: TransformerConfig, hidden_size: int, eps: float, **kwargs: object) -> L2Norm:
+    return L2Norm(eps)
+
+
+def _latent_attention(backend: Backend, qk_layernorm: bool) -> ModuleSpec:
+    column, latent_norm = backend.column_parallel_linear, backend.norm if qk_layernorm else None
+    slots = MLASelfAttentionSubmodules(
+        linear_q_proj=column,
+        linear_q_down_proj=ReplicatedLinear,
+        linear_q_up_proj=column,
+        linear_kv_down_proj=ReplicatedLinear,
+        linear_kv_up_proj=column,
+        core_attention=CoreAttention,
+        linear_proj=backend.row_parallel_linear,
+        q_layernorm=latent_norm,
+        kv_layernorm=latent_norm,
+        linear_qkv_down_proj=ReplicatedLinear,
+    )
+    return ModuleSpec(MLASelfAttention, submodules=slots)
+
+
+def _self_attention(backend: Backend, qk_layernorm: bool, qk_l2_norm: bool, mask: AttnMaskType) -> ModuleSpec:
+    head_norm = _l2_norm if qk_l2_norm else backend.norm if qk_layernorm else None
+    slots = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear,
+        core_attention=backend.core_attention,
+        linear_proj=backend.row_parallel_linear,
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(SelfAttention, {"attn_mask_type": mask}, slots)
+
+
+def layer_spec(
+    backend: Backend, *, qk_layernorm: bool = False, qk_l2_norm: bool = False, multi_latent_attention: bool = False,
+    experts: bool = False, mask: AttnMaskType = AttnMaskType.causal,
+) -> ModuleSpec:  # fmt: skip
+    """A layer of one backend, dense or with ``experts``; ``mask``: which positions see each other (all latent attention
+    is causal)."""
+    attention = _self_attention(backend, qk_layernorm, qk_l2_norm, mask)
+    if multi_latent_attention:
+        attention = _latent_attention(backend, qk_layernorm)
+    linears = MLPSubmodules(linear_fc1=backend.column_parallel_linear, linear_fc2=backend.row_parallel_linear)
+    mlp = ModuleSpec(MLP, submodules=linears)
+    if experts:
+        mlp = ModuleSpec(MoELayer, submodules=MoESubmodules(shared_experts=linears))
+    return ModuleSpec(
+        backend.layer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=backend.norm,
+            self_attention=attention,
+            pre_mlp_layernorm=backend.norm,
+            mlp=mlp,
+        ),
+    )

@@ -1,0 +1,19 @@
+"""Which words are masked in the samples of BERT and T5."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megatron.core.config.ranges import Range
+
+
+@dataclass(kw_only=True)
+class MaskedDataConfig:
+    """Masked words"""
+
+    mask_prob: Annotated[float, Range(0, 1, above=True, below=True)] = 0.15
+    """Of pretrain_bert.py and pretrain_t5.py: share of a sample's tokens that are masked, or replaced by sentinels."""
+
+    short_seq_prob: Annotated[float, Range(0, 1)] = 0.1
+    """Of pretrain_bert.py and pretrain_t5.py: share of samples that are made shorter than they could be."""

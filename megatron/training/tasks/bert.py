@@ -1,0 +1,140 @@
+"""Masked tokens and the order of two pieces of text, with an encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core import parallel_state
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.models.bert import BertModel
+from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
+from megatron.training.data.datasets import check_tokenizer_of_data, data_source_options
+from megatron.training.initialize import training_device
+from megatron.training.tasks.base import NumSamples
+from megatron.training.tasks.gpt import packed_documents
+from megatron.training.tasks.language_model import LanguageModelTask
+
+LONGEST_NGRAM = 3
+
+
+class BertTask(LanguageModelTask):
+    """BERT on sentences that ``tools/preprocess_data.py --split-sentences`` wrote."""
+
+    pair_weight: Tensor | float = 0.0
+    """Weight of a pair of texts beside a masked token: masked tokens per pair in the global batch."""
+
+    def model_provider(
+        self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
+    ) -> nn.Module:
+        """A :class:`BertModel` of the flags' shape; initial weights depend on the seed and the names alone."""
+        cfg = self.cfg
+        config = core_transformer_config_from_args(cfg)
+        return BertModel(
+            config=config,
+            num_tokentypes=2 if cfg.bert_binary_head else 0,
+            transformer_layer_spec=get_bert_block_spec(config, cfg.transformer_impl == "transformer_engine"),
+            vocab_size=self.vocab_size,
+            max_sequence_length=cfg.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
+            position_embedding_type=cfg.position_embedding_type,  # type: ignore[arg-type]  # the rules refuse the others
+            rotary_percent=cfg.rotary_percent,
+            rotary_base=cfg.rotary_base,
+            seq_len_interpolation_factor=cfg.rotary_seq_len_interpolation_factor,
+            add_binary_head=cfg.bert_binary_head,
+            seed=cfg.seed,
+            make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
+            groups=parallel_state.get_process_groups(),
+            branches=self.branches(vp_stage or 0),
+            vp_stage=vp_stage,
+        )
+
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
+        """BERT's data sets (blended, split) from the data flags."""
+        cfg = self.cfg
+        config = BERTMaskedWordPieceDatasetConfig(
+            **data_source_options(cfg, self.tokenizer),
+            masking_probability=cfg.mask_prob,
+            short_sequence_probability=cfg.short_seq_prob,
+            masking_max_ngram=LONGEST_NGRAM,
+            masking_do_full_word=True,
+            classification_head=cfg.bert_binary_head,
+        )
+        check_tokenizer_of_data(config, self.tokenizer)
+        kind = BERTMaskedWordPieceDataset
+        return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
+
+    def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
+        """The same micro-batches, of which it is known how many masked tokens and pairs all ranks have together: the
+        mean over pairs and the mean over masked tokens weigh the same."""
+        if not self.cfg.bert_binary_head or data_iterator is None:
+            return data_iterator
+        batches = list(islice(data_iterator, num_microbatches))
+        counts = [[float(batch["loss_mask"].sum()), len(batch["text"])] for batch in batches]
+        tokens_and_pairs = torch.tensor(counts, dtype=torch.float64).sum(0).to(training_device())
+        dp = parallel_state.get_process_groups().dp
+        if dp.size > 1:
+            dist.all_reduce(tokens_and_pairs, group=dp.handle)
+        self.pair_weight = tokens_and_pairs[0] / tokens_and_pairs[1]
+        return iter(batches)
+
+    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
+        """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, sample_index [b]; bounds of
+        tokens and padding (``cu_seqlens``) where there is padding. Under context parallelism this rank's tokens."""
+        batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
+        lengths = batch.pop("padding_mask").sum(1)
+        batch["labels"] = batch["labels"].clamp(min=0)
+        length = batch["text"].shape[1]
+        batch = get_batch_on_this_cp_rank(batch)
+        on_device = to_device(batch, training_device())
+        if int(lengths.min()) < length:
+            bounds = PackedSeqParams.of_lengths(lengths, length).cu_seqlens_q
+            assert bounds is not None
+            on_device["cu_seqlens"] = bounds.to(training_device(), non_blocking=True)
+            on_device["document_bounds"] = bounds
+        return on_device
+
+    def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Sum of the losses of masked tokens and, weighted by :attr:`pair_weight`, of the order of pairs. ``output``:
+        losses [b, s], and logits [b, 2] or None."""
+        losses, binary_logits = output
+        mask = batch["loss_mask"].to(losses.dtype)
+        loss, num_tokens = (losses * mask).sum(), mask.sum()
+        report = {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+        if binary_logits is not None:
+            order, pairs = self._order_loss(batch, binary_logits)
+            report["sop loss"] = torch.stack([order.detach().double(), pairs.double()])
+            loss = loss + self.pair_weight * order
+        return loss, num_tokens, report
+
+    def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum over this rank's pairs, and their number; what evens out a ragged evaluation is none."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        each = F.cross_entropy(logits, batch["is_random"], reduction="none")
+        counts = (batch["sample_index"] >= 0).to(each.dtype) * float(parallel_state.get_process_groups().cp.is_first)
+        return (each * counts).sum(), counts.sum()
+
+    def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
+        """Token losses and logits of the order, of the next micro-batch."""
+        batch = self.get_batch(data_iterator)
+        output = model(
+            batch["text"],
+            tokentype_ids=batch["types"],
+            lm_labels=batch["labels"],
+            packed_seq_params=packed_documents(batch),
+            sample_index=batch["sample_index"],
+        )
+        return output, partial(self.loss_func, batch)

@@ -1,0 +1,31 @@
+"""What the tasks of this package's language models have in common."""
+
+from __future__ import annotations
+
+from megatron.core import parallel_state
+from megatron.core.config.errors import UserError
+from megatron.core.description.model import ModelDescription
+from megatron.core.pipeline_parallel.stages import pipeline_stages
+from megatron.training.model_description import describe_run
+from megatron.training.tasks.base import Task
+
+
+class LanguageModelTask(Task):
+    """A model that ``model_description.py`` describes, on tokens."""
+
+    def branches(self, vp_stage: int) -> range:
+        """Branches of this rank's model chunk; unlike the model, the task knows the length of training sequences."""
+        cfg, pp = self.cfg, parallel_state.get_process_groups().pp
+        stages = pipeline_stages(cfg, self.description().costs)
+        return stages[pp.rank + vp_stage * pp.size].branches
+
+    @property
+    def vocab_size(self) -> int:
+        """The true size, the tokenizer's or a larger --vocab-size; padding is the model's own business."""
+        if self.tokenizer is None:
+            raise UserError("--tokenizer-type: is required; for token ids without text NullTokenizer with --vocab-size")
+        return max(self.tokenizer.vocab_size, self.cfg.vocab_size or 0)
+
+    def description(self) -> ModelDescription:
+        """The model of the flags."""
+        return describe_run(self.cfg, self.vocab_size)
