@@ -70,8 +70,8 @@ class CheckpointConfig:
     are the model's, its weights are loaded on any layout."""
 
     save_hf_interval: PositiveInt | None = None
-    """Write the checkpoints of iterations that are multiples of this, itself a multiple of --save-interval, to <save>/hf
-    in Hugging Face's format too. What the end of a run, a signal or a time limit saves in between is not converted."""
+    """Write checkpoints of iterations that are multiples of this, itself a multiple of --save-interval, to <save>/hf in
+    Hugging Face's format too. What the end of a run, a signal or a time limit saves in between is not converted."""
 
     ckpt_step: NonNegativeInt | None = None
     """Iteration to load instead of the latest one."""
