@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
-from megatron.data.blend import Split
 from megatron.data.word_masking import mask_words
 
 KEEP_BELOW = 0.8
@@ -34,6 +34,11 @@ class BERTMaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     def needed_roles(self) -> tuple[str, ...]:
         return ("cls", "sep", "mask")
 
+    @cached_property
+    def all_ids(self) -> list[int]:
+        """What a random replacement is drawn from, special tokens included."""
+        return sorted(self.texts)
+
 
 class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     """See the module; arguments as for ``MaskedWordPieceDataset``.
@@ -44,18 +49,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     document), ``truncated`` (1: tokens were dropped).
     """
 
-    def __init__(
-        self,
-        indexed_dataset: Any,
-        dataset_path: str | None,
-        indexed_indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: BERTMaskedWordPieceDatasetConfig,
-    ):
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
-        self.config: BERTMaskedWordPieceDatasetConfig = config
-        self._all_ids = sorted(config.tokenizer.inv_vocab)
+    config: BERTMaskedWordPieceDatasetConfig
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
         tokens, lengths, target = self.sentences(idx)
@@ -108,7 +102,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
     def _replacement(self, random_state: np.random.RandomState) -> Any:
         """A function from the id of a masked token to what stands in its place."""
         uniform, randint = random_state.random_sample, random_state.randint
-        mask, ids = self.ids["mask"], self._all_ids
+        mask, ids = self.ids["mask"], self.config.all_ids
 
         def replace(index: int) -> Any:
             if uniform() < KEEP_BELOW:

@@ -11,6 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,19 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
         """Special tokens that samples are made with."""
         return ()
 
+    @cached_property
+    def texts(self) -> dict[int, str]:
+        """The text of every id; once for all sources of a blend."""
+        return self.tokenizer.inv_vocab
+
+    @cached_property
+    def opens_word(self) -> np.ndarray:
+        """bool[vocabulary]: the token opens a word; any token does unless whole words are masked."""
+        opens = np.ones(self.vocab_size or self.tokenizer.vocab_size, dtype=bool)
+        if self.masking_do_full_word:
+            opens[[index for index, text in self.texts.items() if text.startswith(CONTINUATION)]] = False
+        return opens
+
     def problems(self) -> Iterator[str]:
         """What is wrong, with the fix."""
         if not 0 < self.masking_probability < 1:
@@ -152,10 +166,6 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     def masking_rule(self) -> MaskingRule:
         """How this data set masks."""
-        inverse = self.config.tokenizer.inv_vocab
-        opens_word = np.ones(self.vocab_size, dtype=bool)
-        if self.config.masking_do_full_word:
-            opens_word[[index for index, text in inverse.items() if text.startswith(CONTINUATION)]] = False
         never_masked = np.zeros(self.vocab_size, dtype=bool)
         for role in ("cls", "sep"):
             if self.ids[role] is not None:
@@ -163,7 +173,7 @@ class MaskedWordPieceDataset(MegatronDataset):
         return MaskingRule(
             probability=self.config.masking_probability,
             max_ngram=self.config.masking_max_ngram,
-            opens_word=opens_word,
+            opens_word=self.config.opens_word,
             never_masked=never_masked,
             geometric=self.config.masking_use_geometric_distribution,
             longer_ngrams=self.config.masking_use_longer_ngrams,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig, special_id
-from megatron.data.blend import Split
 from megatron.data.word_masking import GEOMETRIC, MaskingRule, mask_words
 
 
@@ -36,6 +36,14 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
     def needed_roles(self) -> tuple[str, ...]:
         return ("eos",)
 
+    @cached_property
+    def sentinels(self) -> list[int]:
+        """The ids that stand for spans, in their order; none where the tokenizer knows of none."""
+        try:
+            return [int(index) for index in self.tokenizer.additional_special_tokens_ids]
+        except (AttributeError, NotImplementedError, ValueError):
+            return []
+
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if not 0 < self.masking_probability < 1:
@@ -47,10 +55,9 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
                 f" and --mask-prob {self.masking_probability} the decoder has about {masked} masked tokens, {spans} "
                 f"sentinels and a start token to take; at least {masked + spans + 1}"
             )
-        sentinels = sentinel_ids(self.tokenizer)
-        if len(sentinels) < spans:
+        if len(self.sentinels) < spans:
             yield (
-                f"--vocab-extra-ids: the tokenizer has {len(sentinels)} sentinels, but a sample has about {spans} "
+                f"--vocab-extra-ids: the tokenizer has {len(self.sentinels)} sentinels, but a sample has about {spans} "
                 f"spans; give --vocab-extra-ids {max(100, spans)}, here and where the data is tokenized"
             )
         if special_id(self.tokenizer, "bos") is None and special_id(self.tokenizer, "pad") is None:
@@ -68,25 +75,11 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
     A sample masks no further word once all sentinels are used or the decoder is full.
     """
 
-    def __init__(
-        self,
-        indexed_dataset: Any,
-        dataset_path: str | None,
-        indexed_indices: np.ndarray,
-        num_samples: int | None,
-        index_split: Split,
-        config: T5MaskedWordPieceDatasetConfig,
-    ):
-        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
-        self.config: T5MaskedWordPieceDatasetConfig = config
-        self._sentinels = sentinel_ids(config.tokenizer)
-        self._start = self.ids["bos"] if self.ids["bos"] is not None else self.ids["pad"]
+    config: T5MaskedWordPieceDatasetConfig
 
     def masking_rule(self) -> MaskingRule:
-        assert isinstance(self.config, T5MaskedWordPieceDatasetConfig)
         room = self.config.sequence_length_decoder - 1  # bos, in the labels eos
-        sentinels = len(sentinel_ids(self.config.tokenizer))
-        return replace(super().masking_rule(), max_spans=sentinels, max_marked=room)
+        return replace(super().masking_rule(), max_spans=len(self.config.sentinels), max_marked=room)
 
     def __getitem__(self, idx: int) -> dict[str, Any]:
         everything, _, target = self.sentences(idx)
@@ -94,9 +87,9 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         spans = mask_words(tokens, target, self.rule, self.random_state(idx))
         ids = tokens.tolist()
         encoder: list[int] = []
-        decoder = [self._start]
+        decoder = [self.ids["pad"] if self.ids["bos"] is None else self.ids["bos"]]
         behind = 0  # the last span
-        for sentinel, span in zip(self._sentinels, spans):
+        for sentinel, span in zip(self.config.sentinels, spans):
             encoder += [*ids[behind : span[0][0]], sentinel]
             decoder += [sentinel, *(index for _, index in span)]
             behind = span[-1][0] + 1
@@ -119,14 +112,6 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         mask = np.zeros(length, dtype=np.int64)
         mask[:count] = 1
         return mask
-
-
-def sentinel_ids(tokenizer: Any) -> list[int]:
-    """The ids that stand for spans, in their order."""
-    try:
-        return [int(index) for index in tokenizer.additional_special_tokens_ids]
-    except (AttributeError, NotImplementedError, ValueError):
-        return []
 
 
 def expected_masks(length: int, probability: float, max_ngram: int) -> tuple[int, int]:

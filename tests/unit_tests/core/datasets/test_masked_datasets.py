@@ -1,0 +1,353 @@
+"""BERT's and T5's data sets: samples equal an independent rewrite, bad input is refused, files are cached."""
+
+import itertools
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.config.errors import UserError
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.megatron_dataset import EmptySplitError
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+from megatron.data import helpers, index_cache
+from megatron.data.blend import Split
+from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from tests.reference import masked_samples as reference
+
+WORDS = 60
+
+
+class WordPieces:
+    """``pad`` first or, with ``pad=None``, none; every third token continues a word; sentinels last."""
+
+    def __init__(self, pad=0, sentinels=20, **roles):
+        self.cls, self.sep, self.mask, self.bos, self.eos = 1, 2, 3, 4, 5
+        if pad is not None:
+            self.pad = pad
+        self.__dict__.update(roles)
+        self.inv_vocab = {i: ("##" if i % 3 == 0 and i > 8 else "") + f"w{i}" for i in range(WORDS)}
+        self.inv_vocab |= {WORDS + i: f"<extra_id_{i}>" for i in range(sentinels)}
+        self.additional_special_tokens_ids = list(range(WORDS, WORDS + sentinels))
+        self.vocab_size = len(self.inv_vocab)
+
+    def as_reference(self):
+        return reference.Vocabulary(
+            self.inv_vocab, self.cls, self.sep, self.mask, self.pad, self.bos, self.eos,
+            tuple(self.additional_special_tokens_ids),
+        )  # fmt: skip
+
+
+def corpus(documents=30, longest=12, most=7, seed=0):
+    random = np.random.RandomState(seed)
+    return [
+        [random.randint(8, WORDS, random.randint(1, longest + 1)) for _ in range(random.randint(1, most + 1))]
+        for _ in range(documents)
+    ]
+
+
+def write(prefix, documents):
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for sentences in documents:
+        builder.add_document(np.concatenate(sentences), [len(sentence) for sentence in sentences])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+COMMON = {"random_seed": 1234, "sequence_length": 48, "masking_probability": 0.15, "short_sequence_probability": 0.1}
+BERT = {**COMMON, "masking_max_ngram": 3, "masking_do_full_word": True, "classification_head": True}
+T5 = {**COMMON, "masking_max_ngram": 10, "masking_do_full_word": True, "masking_use_geometric_distribution": True,
+      "sequence_length_decoder": 32}  # fmt: skip
+
+
+def config(kind, prefix, tokenizer=None, **options):
+    settings = {"blend": ([prefix], None), "split": "1,0,0", **(BERT if kind == "bert" else T5), **options}
+    classes = {"bert": BERTMaskedWordPieceDatasetConfig, "t5": T5MaskedWordPieceDatasetConfig}
+    return classes[kind](tokenizer=tokenizer or WordPieces(), **settings)
+
+
+def build(kind, prefix, sizes=(None, 0, 0), **options):
+    classes = {"bert": BERTMaskedWordPieceDataset, "t5": T5MaskedWordPieceDataset}
+    return BlendedMegatronDatasetBuilder(classes[kind], sizes, lambda: True, config(kind, prefix, **options)).build()
+
+
+def train(kind, prefix, size=None, **options):
+    return build(kind, prefix, (size, 0, 0), **options)[0]
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("sentences") / "data", corpus())
+
+
+MASKINGS = {
+    "bert": {},
+    "t5": {"masking_max_ngram": 10, "masking_use_geometric_distribution": True},
+    "pieces": {"masking_do_full_word": False, "masking_max_ngram": 1},
+    "longer": {"masking_use_longer_ngrams": True, "masking_max_ngram": 4},
+    "many": {"masking_probability": 0.4, "short_sequence_probability": 0.5},
+    "few": {"masking_probability": 0.05, "short_sequence_probability": 0.0},
+}
+
+
+def rule_of(settings):
+    return reference.Masking(
+        settings["masking_probability"], settings["masking_max_ngram"], settings["masking_do_full_word"],
+        settings.get("masking_use_longer_ngrams", False), settings.get("masking_use_geometric_distribution", False),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name, head", itertools.product(MASKINGS, [True, False]))
+@pytest.mark.parametrize("pad, seed", [(0, 1234), (7, 0)])
+def test_berts_samples_equal_the_reference(prefix, name, head, pad, seed):
+    """Except for padding whose id is not 0 or was drawn as a replacement: it is known by length here."""
+    options = {"masking_max_ngram": 3, "random_seed": seed, "classification_head": head, **MASKINGS[name]}
+    tokenizer, settings = WordPieces(pad), {**BERT, **options}
+    ours = train("bert", prefix, 100, tokenizer=tokenizer, **options)
+    documents = [list(sentences) for sentences in corpus()]
+    short = settings["short_sequence_probability"]
+    vocabulary, rule = tokenizer.as_reference(), rule_of(settings)
+    expected = reference.bert_samples(documents, 100, 48, short, seed, vocabulary, rule, head)
+    assert len(ours) == len(expected) > 100
+    for sample, theirs in zip((ours[i] for i in range(len(ours))), expected):
+        assert list(sample) == list(theirs)
+        real = sample["padding_mask"] == 1
+        assert real[: real.sum()].all() and not sample["text"][~real].any() and not sample["types"][~real].any()
+        for key in ("text", "labels", "loss_mask"):
+            np.testing.assert_array_equal(sample[key], theirs[key], key)
+        np.testing.assert_array_equal(sample["types"][real], theirs["types"][real])
+        hidden = theirs["padding_mask"][real] != 1
+        assert not sample["text"][real][hidden].any() and (sample["loss_mask"][real][hidden] == 1).all()
+        assert (sample["is_random"], sample["truncated"]) == (theirs["is_random"], theirs["truncated"])
+
+
+@pytest.mark.parametrize("name", MASKINGS)
+@pytest.mark.parametrize("seed, longest", [(1234, 12), (2**32 - 20, 70)])
+def test_t5s_samples_equal_the_reference(tmp_path, name, seed, longest):
+    documents = corpus(longest=longest)
+    options = {"sequence_length_decoder": 60, "random_seed": seed, **MASKINGS[name]}
+    tokenizer, settings = WordPieces(sentinels=40), {**T5, **options}
+    ours = train("t5", write(tmp_path / "data", documents), 100, tokenizer=tokenizer, **options)
+    short = settings["short_sequence_probability"]
+    vocabulary, rule = tokenizer.as_reference(), rule_of(settings)
+    expected = reference.t5_samples(documents, 100, (48, 60), short, seed, vocabulary, rule)
+    assert len(ours) == len(expected) >= 100
+    assert any(sample["truncated"] for sample in expected)
+    for index, theirs in enumerate(expected):
+        assert set(ours[index]) == set(theirs)
+        for key, value in ours[index].items():
+            np.testing.assert_array_equal(value, theirs[key], key)
+
+
+def test_special_tokens_inside_sentences_are_not_masked_and_join_no_words(tmp_path):
+    """As Megatron-LM's preprocessing of today writes them: [CLS] ... [SEP] around every sentence."""
+    documents = [[np.concatenate([[1], sentence, [2]]) for sentence in document] for document in corpus()]
+    prefix, tokenizer = write(tmp_path / "data", documents), WordPieces(sentinels=40)
+    vocabulary = tokenizer.as_reference()
+    bert = reference.bert_samples(documents, 60, 48, 0.1, 1234, vocabulary, rule_of(BERT), True)
+    t5 = reference.t5_samples(documents, 60, (48, 32), 0.1, 1234, vocabulary, rule_of(T5))
+    for kind, expected, keys in (("bert", bert, ("text", "labels")), ("t5", t5, ("text_enc", "text_dec", "labels"))):
+        ours = train(kind, prefix, 60, tokenizer=tokenizer)
+        for index, theirs in enumerate(expected):
+            for key in keys:
+                np.testing.assert_array_equal(ours[index][key], theirs[key], key)
+
+
+def test_a_sample_depends_on_seed_and_number_alone(prefix):
+    first, again = train("bert", prefix, 100), pickle.loads(pickle.dumps(train("bert", prefix, 100)))
+    other = train("bert", prefix, 100, random_seed=1235)
+    backwards = [again[i] for i in reversed(range(50))][::-1]
+    for index, sample in enumerate(backwards):
+        for key, value in first[index].items():
+            np.testing.assert_array_equal(value, sample[key])
+        sample["text"][:] = -5  # the caller's own
+        assert (first[index]["text"] >= 0).all()
+    assert any((first[i]["text"] != other[i]["text"]).any() for i in range(50))
+
+
+@pytest.mark.parametrize("tokenizer", [WordPieces(pad=None), WordPieces(pad=2), WordPieces(pad=-1)])
+def test_padding_needs_no_id_of_its_own(prefix, tokenizer):
+    expected, ours = train("bert", prefix, 50), train("bert", prefix, 50, tokenizer=tokenizer)
+    for index in range(50):
+        for key, value in expected[index].items():
+            np.testing.assert_array_equal(ours[index][key], value, key)
+
+
+def test_documents_are_what_a_split_divides(prefix):
+    sets = build("bert", prefix, (None, None, None), split="80,10,10")
+    data, samples = IndexedDataset(prefix), []
+    for part, (first, last) in zip(sets, [(0, 24), (24, 27), (27, 30)]):
+        bounds = data.document_indices[[first, last]]
+        assert bounds[0] <= part.sample_index[:, 0].min() and part.sample_index[:, 1].max() <= bounds[1]
+        assert part.num_epochs == 1
+        samples.append(len(part))
+    assert train("bert", prefix).num_epochs == 1
+    longer = train("bert", prefix, 3 * samples[0], split="80,10,10")
+    assert longer.num_epochs in (3, 4) and len(longer) >= 3 * samples[0]
+
+
+def test_a_split_that_rounds_to_no_document_is_refused(tmp_path):
+    prefix = write(tmp_path / "data", corpus(150))
+    with pytest.raises(EmptySplitError, match="10 samples of valid asked .* has no documents; .*--split"):
+        build("bert", prefix, (10, 10, 0), split="999,1,0")
+    train_, valid, test = build("bert", prefix, (10, 10, 10), split="949,50,1")  # 0.15 documents of test
+    assert len(valid) >= 10 and test is None
+
+
+def test_documents_where_sentences_were_expected_are_refused(tmp_path, caplog):
+    prefix = write(tmp_path / "data", [[np.concatenate(sentences)] for sentences in corpus()])
+    with pytest.raises(EmptySplitError, match="fewer than 2 .*--split-sentences, or give --bert-no-binary-head"):
+        train("bert", prefix, 10)
+    assert len(train("bert", prefix, 10, classification_head=False)) == 30
+    assert "every document of train is one sequence, of which a sample takes the first 45 tokens" in caplog.text
+    caplog.clear()
+    assert len(train("t5", prefix, 10)) == 30
+    assert "takes the first 46 tokens" in caplog.text
+
+
+def test_documents_with_a_long_sentence_are_counted_in_the_refusal(tmp_path):
+    prefix = write(tmp_path / "data", [[np.full(513, 9), np.full(3, 9)], [np.full(3, 9)]])
+    with pytest.raises(EmptySplitError, match="1 have fewer than 2 .* and 1 have a sentence of more than 512 tokens"):
+        train("bert", prefix, 10)
+
+
+def test_no_data_is_refused(prefix):
+    with pytest.raises(UserError, match="--data-path"):
+        train("bert", prefix, 10, blend=None)
+
+
+def test_blends_with_and_without_weights(tmp_path):
+    prefixes = [write(tmp_path / name, corpus(seed=seed)) for seed, name in enumerate("ab")]
+    whole = train("bert", None, blend=(prefixes, None))
+    singles = [train("bert", prefix) for prefix in prefixes]
+    assert len(whole) == sum(map(len, singles))
+    weighted = train("bert", None, 100, blend=(prefixes, [0.7, 0.3]))
+    assert len(weighted) == 100
+    for blend in (whole, weighted):
+        # masks come from the number within the source
+        for index in (0, 1, 40, len(blend) - 1):
+            sample, source = blend[index], int(blend.dataset_index[index])
+            number = int(blend.dataset_sample_index[index])
+            own = blend.datasets[source][number]
+            assert next(iter(sample)) == "dataset_id" and sample["dataset_id"] == source
+            np.testing.assert_array_equal(sample["text"], own["text"])
+
+
+def test_sentinels_and_the_decoders_length_end_the_masking(prefix):
+    enough = {"masking_probability": 0.4, "tokenizer": WordPieces(sentinels=40), "sequence_length_decoder": 48}
+    plenty = train("t5", prefix, 100, **enough)
+    for options, most in (({"sequence_length_decoder": 24}, 40), ({"tokenizer": WordPieces(sentinels=5)}, 5)):
+        scarce = train("t5", prefix, 100, **{**enough, **options})
+        cut = 0
+        for index in range(100):
+            ours, theirs = scarce[index], plenty[index]
+            assert (ours["text_dec"] >= WORDS).sum() <= most
+            if (ours["text_enc"] == theirs["text_enc"]).all():
+                length = len(ours["labels"])
+                np.testing.assert_array_equal(ours["labels"], theirs["labels"][:length])
+            else:
+                cut += 1
+        assert 0 < cut < 100
+
+
+def test_everything_wrong_is_said_at_once(prefix):
+    bare = WordPieces(sentinels=2)
+    del bare.cls, bare.mask
+    wrong = {"masking_probability": 1.0, "short_sequence_probability": 1.1, "masking_max_ngram": 0,
+             "sequence_length": 4, "masking_do_permutation": True}  # fmt: skip
+    with pytest.raises(UserError) as refused:
+        config("bert", prefix, bare, **wrong)
+    for said in ("--mask-prob 1.0", "--short-seq-prob 1.1", "masking_max_ngram", "permutation", "at least 5 tokens",
+                 "no token for cls, mask"):  # fmt: skip
+        assert said in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        config("t5", prefix, bare, masking_probability=0.5, sequence_length_decoder=20)
+    assert "--decoder-seq-length 20: with --encoder-seq-length 48 and --mask-prob 0.5" in str(refused.value)
+    assert "about 23 masked tokens, 6 sentinels and a start token to take; at least 30" in str(refused.value)
+    assert "2 sentinels, but a sample has about 6 spans; give --vocab-extra-ids 100" in str(refused.value)
+
+
+def test_t5_needs_no_tokens_of_berts_and_starts_with_pad_where_there_is_no_bos(prefix):
+    tokenizer = WordPieces()
+    expected = train("t5", prefix, 20)
+    del tokenizer.cls, tokenizer.sep, tokenizer.mask, tokenizer.bos
+    ours = train("t5", prefix, 20, tokenizer=tokenizer)
+    for index in range(20):
+        assert ours[index]["text_dec"][0] == 0 and ours[index]["dec_mask"][0] == 1
+        np.testing.assert_array_equal(ours[index]["labels"], expected[index]["labels"])
+    del tokenizer.pad
+    with pytest.raises(UserError, match="neither a bos nor a pad"):
+        config("t5", prefix, tokenizer)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_by_sentence(tmp_path):
+    documents = corpus()
+    documents[3][0][0] = 900
+    data = train("t5", write(tmp_path / "data", documents))
+    sentence = sum(map(len, documents[:3]))
+    with pytest.raises(UserError, match=rf"token id 900 in sentence {sentence} is not below the vocabulary size 80"):
+        [data[i] for i in range(len(data))]
+
+
+def test_the_map_is_cached_by_what_it_depends_on(tmp_path, monkeypatch):
+    prefix = write(tmp_path / "data", corpus())
+    folder = tmp_path / "data" / "cache" / "BERTMaskedWordPieceDataset_indices"
+    first = train("bert", prefix, 100)
+    files = set(folder.glob("*.npy"))
+    assert len(files) == 1
+    monkeypatch.setattr("megatron.core.datasets.masked_dataset.build_mapping", None)  # not built again
+    again = train("bert", prefix, 100, masking_probability=0.3)  # masks are no part of it
+    np.testing.assert_array_equal(again.sample_index, first.sample_index)
+    assert isinstance(again.sample_index.base, np.ndarray)
+    monkeypatch.undo()
+    for options in ({"random_seed": 5}, {"sequence_length": 40}, {"short_sequence_probability": 0.2},
+                    {"classification_head": False}, {"split": "90,10,0"}):  # fmt: skip
+        train("bert", prefix, 100, **options)
+        grown = set(folder.glob("*.npy"))
+        assert len(grown) == len(files) + 1, options
+        files = grown
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "columns", "description"])
+def test_a_damaged_map_is_built_again(tmp_path, damage):
+    prefix = write(tmp_path / "data", corpus())
+    first = train("t5", prefix, 100).sample_index.copy()
+    folder = Path(prefix) / "cache" / "T5MaskedWordPieceDataset_indices"
+    (path,) = folder.glob("*.npy")
+    raw = bytearray(path.read_bytes())
+    if damage == "flip":
+        raw[-5] ^= 4
+    elif damage == "cut":
+        raw = raw[:-12]
+    elif damage == "columns":
+        np.save(path, first[:, :2])
+        raw = bytearray(path.read_bytes())
+    else:
+        (description,) = folder.glob("*.txt")
+        description.write_bytes(description.read_bytes()[:-3])
+    path.write_bytes(raw)
+    np.testing.assert_array_equal(train("t5", prefix, 100).sample_index, first)
+
+
+def test_the_cache_refuses_rows_outside_their_ranges(tmp_path):
+    layout, bounds = {"rows": ((None, 2), "int64")}, {"rows": [(0, 9), (1, 10)]}
+    rows = np.array([[0, 1], [9, 10]])
+    cache = index_cache.IndexCache(str(tmp_path), "kind", {"a": 1}, layout, bounds)
+    np.testing.assert_array_equal(cache.get(lambda: {"rows": rows})["rows"], rows)
+    narrower = index_cache.IndexCache(str(tmp_path), "kind", {"a": 1}, layout, {"rows": [(0, 8), (1, 10)]})
+    assert narrower.load() is None and "outside 0 to 8" in narrower.damage
+
+
+def test_both_builders_give_the_same_cache(tmp_path, monkeypatch):
+    if not helpers.has_extension():
+        pytest.skip("the C++ extension is not built")
+    prefix = write(tmp_path / "data", corpus())
+    compiled = train("bert", prefix, 100, path_to_cache=str(tmp_path / "one"))
+    monkeypatch.setattr(helpers, "_cpp", None)
+    twin = train("bert", prefix, 100, path_to_cache=str(tmp_path / "two"))
+    np.testing.assert_array_equal(compiled.sample_index, twin.sample_index)
+    assert twin.index_split is Split.train
+    names = [{path.name for path in (tmp_path / name).glob("*.npy")} for name in ("one", "two")]
+    assert names[0] == names[1]
