@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.reference import random_numbers, settings, training
-from tests.test_utils import reference_runs
+from tests.test_utils import masked_runs, masked_table, reference_runs
 from tests.test_utils.reference_table import ROWS
 
 REFERENCE = Path(settings.__file__).parent
@@ -30,7 +30,8 @@ def folder(tmp_path_factory):
 def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, name):
     flags, precision = ROWS[name]
     argv = reference_runs.command_line(flags)
-    found = gloo_pool.run(reference_runs.program, 1, argv, precision == "fp64", str(folder), str(tmp_path))[0]
+    words = [*argv, *reference_runs.TOKENIZER]
+    found = gloo_pool.run(reference_runs.program, 1, words, precision == "fp64", str(folder), str(tmp_path))[0]
     overflows = reference_runs.overflows(found[0]) if precision == "fp16" else []
     assert len(overflows) <= 12 and bool(overflows) == (precision == "fp16" and "--loss-scale" not in flags)
     expected = training.train(settings.read(argv), reference_runs.corpora(), overflows)
@@ -42,7 +43,9 @@ def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, name):
 
 def test_every_setting_takes_another_value_than_its_default():
     rows = [settings.read(reference_runs.command_line(flags)) for flags, _ in ROWS.values()]
-    for name, default in settings.DEFAULTS.items() - settings.ENCODERS.items():
+    for kind, others in masked_table.ROWS.items():
+        rows += [settings.read(masked_runs.command_line(kind, flags)) for flags, _ in others.values()]
+    for name, default in settings.DEFAULTS.items():
         values = {repr(getattr(row, name)) for row in rows}
         assert len(values) > 1 or values != {repr(default)}, f"no row sets {name}"
 

@@ -24,12 +24,11 @@ TOLERANCE = {"modern-bert": 2e-6}
 def reference_model(family, weights, arrays):
     c = settings.read([*flags_of(family), "--vocab-size", str(VOCAB)])
     mask, labels = arrays["loss_mask"].double().numpy(), arrays["labels"].numpy()
-    batch = SimpleNamespace(labels=labels, loss_mask=mask, samples=np.arange(2))
+    batch = SimpleNamespace(labels=labels, loss_mask=mask, samples=np.arange(2), real=arrays["real"].numpy())
     if family.is_t5:
-        batch.encoder, batch.decoder, batch.real = (arrays[name].numpy() for name in ("tokens", "decoder", "real"))
+        batch.encoder, batch.decoder = arrays["tokens"].numpy(), arrays["decoder"].numpy()
         return T5(c, weights, batch, {}, 2, training=False)
-    batch.tokens, batch.lengths = arrays["tokens"].numpy(), arrays["real"].sum(dim=1).numpy()
-    batch.types, batch.swapped = arrays["types"].numpy(), arrays["swapped"].numpy()
+    batch.tokens, batch.types, batch.swapped = (arrays[name].numpy() for name in ("tokens", "types", "swapped"))
     batch.positions = np.tile(np.arange(batch.tokens.shape[1]), (2, 1))
     return Bert(c, weights, batch, {}, 2, training=False)
 

@@ -1,23 +1,40 @@
-"""The independent definition of BERT's and T5's samples (``tests/reference/masked_samples.py``) by hand-made cases."""
+"""``pretrain_bert.py`` against the independent definition of BERT (``tests/reference``), as ``test_reference.py`` does
+it for GPT; the samples of BERT and T5; and hand-made cases of that definition's samples."""
 
 from itertools import islice
 
 import numpy as np
 import pytest
 
-from tests.reference.masked_samples import (
-    Masking,
-    Vocabulary,
-    bert_samples,
-    masked,
-    mersenne_twister_64,
-    sample_map,
-    t5_samples,
-)  # fmt: skip
+from tests.reference.masked_samples import Masking, bert_samples, masked, mersenne_twister_64, sample_map, t5_samples
+from tests.test_utils import masked_runs
+from tests.test_utils.masked_streams import SETTINGS, library_stream, reference_stream
+from tests.test_utils.masked_table import ROWS
 
-TEXTS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"{'##' * (i % 3 == 0)}w{i}" for i in range(5, 61))]
-SPECIALS = {"cls": 2, "sep": 3, "mask": 4, "pad": 0}
-VOCABULARY = Vocabulary(dict(enumerate(TEXTS)), **SPECIALS, bos=2, eos=3, sentinels=tuple(range(80, 61, -1)))
+PROGRAMS = ("bert",)
+VOCABULARY = masked_runs.VOCABULARIES["t5"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpora")
+    masked_runs.write_corpora(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in PROGRAMS for name in ROWS[kind]])
+def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, kind, name):
+    differences = masked_runs.differences(gloo_pool, kind, ROWS[kind][name], folder, tmp_path)
+    assert not differences, "\n".join(differences[:8])
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_data_sets_give_the_samples_of_the_reference_in_their_order(folder, tmp_path, name):
+    found, expected = library_stream(name, folder, tmp_path), reference_stream(name)
+    assert len(found) == len(expected)
+    for index, sample in enumerate(expected):
+        for key, value in sample.items():
+            assert np.array_equal(found[index][key], value), f"sample {index}: {key} {found[index][key]}, not {value}"
 
 
 def documents():
@@ -86,7 +103,7 @@ def test_what_t5_reads_and_writes_make_the_text():
 
 
 def test_words_are_masked_whole_and_specials_never():
-    tokens = [2, 5, 6, 9, 12, 3, 15, 7, 3]  # 6, 9, 12 and 15 belong to the word before them, the last across a sep
+    tokens = [2, 5, 8, 12, 16, 3, 20, 7, 3]  # 8, 12, 16 and 20 belong to the word before them, the last across a sep
     for seed in range(50):
         random, text = np.random.RandomState(seed), tokens.copy()
         spans = masked(text, 9, random, VOCABULARY, Masking(0.5, 1), lambda token: 4)

@@ -48,8 +48,7 @@ def batch_of(c: Settings, samples: list[dict], first: int) -> Batch:
         np.stack([sample[name] for sample in samples])
         for name in ("text", "types", "labels", "loss_mask", "padding_mask")
     )
-    lengths = real.shape[1] - np.argmax(real[:, ::-1] != 0, axis=1)  # a padding id that was drawn is still a token
-    return Batch(tokens=text, types=types, labels=labels, loss_mask=mask.astype(float), lengths=lengths,
+    return Batch(tokens=text, types=types, labels=labels, loss_mask=mask.astype(float), real=real == 1,
                  swapped=np.array([sample["is_random"] for sample in samples]),
                  positions=np.tile(np.arange(text.shape[1]), (len(text), 1)),
                  samples=np.arange(first, first + len(samples)))  # fmt: skip
@@ -78,9 +77,8 @@ class Bert(Model):
         return x if types is None else x + types[torch.from_numpy(self.batch.types)]
 
     def visible(self, number: int) -> Tensor:
-        length = self.batch.tokens.shape[1]
-        real = torch.arange(length) < torch.from_numpy(self.batch.lengths)[:, None]
-        return in_reach(self.c, number, length, causal=False) & real[:, None, None]
+        real = torch.from_numpy(self.batch.real)
+        return in_reach(self.c, number, real.shape[1], causal=False) & real[:, None, None]
 
     def transformed(self, x: Tensor) -> Tensor:
         """What the output layer sees [b, s, h]."""

@@ -137,7 +137,7 @@ def padded(values, length: int, filler: int):
 
 def bert_sample(sentences: list, target: int, length: int, seed: int, v: Vocabulary, how: Masking, pair: bool) -> dict:
     """Two stretches of a document, in their order or swapped (Lan et al. 2019), or one stretch; masked tokens are the
-    mask's (80 %), any (10 %) or as they were."""
+    mask's (80 %), any (10 %: also the padding id, which is then text as any other) or as they were."""
     random, swapped = np.random.RandomState(seed % 2**32), False
     first, second = [token for sentence in sentences for token in sentence], []
     if pair:
@@ -164,10 +164,10 @@ def bert_sample(sentences: list, target: int, length: int, seed: int, v: Vocabul
     text = padded(tokens, length, v.pad)
     return {
         "text": np.where(text == v.pad, 0, text),
-        "types": padded(types, length, v.pad),
+        "types": padded(types, length, 0),
         "labels": np.where(labels == v.pad, 0, labels),
         "is_random": int(swapped),
-        "padding_mask": np.where(text == v.pad, v.pad, 1),
+        "padding_mask": padded([1] * len(tokens), length, 0),
         "loss_mask": (labels != -1).astype(np.int64),
         "truncated": int(truncated),
     }

@@ -48,7 +48,7 @@ EXPERTS = {
 ENCODERS = {
     "bert_no_binary_head": False, "mask_prob": 0.15, "short_seq_prob": 0.1, "encoder_num_layers": None,
     "decoder_num_layers": None, "encoder_seq_length": None, "decoder_seq_length": None,
-    "embedding_layernorm": False, "relu": False, "relative_attention_num_buckets": 32,
+    "embed_layernorm": False, "relu": False, "relative_attention_num_buckets": 32,
     "relative_attention_max_distance": 128,
 }  # fmt: skip
 OPTIMIZER = {
@@ -90,6 +90,8 @@ def read(argv: list[str]) -> Settings:
         if name not in DEFAULTS and name not in OTHER_WAYS:
             raise KeyError(f"{argv[start]} is unknown to the reference")
         values[name] = True if not words else words[0] if len(words) == 1 else words
+    for name in ("num_layers", "seq_length"):
+        values[name] = values[name] or values[f"encoder_{name}"]
     return Settings(**values)
 
 

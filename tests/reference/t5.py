@@ -28,8 +28,7 @@ TABLE = "relative_pos_emb.relative_attention_bias.weight"
 
 
 def depths(c: Settings) -> dict[str, int]:
-    encoder = c.encoder_num_layers or c.num_layers
-    return {"encoder": encoder, "decoder": c.decoder_num_layers or encoder}
+    return {"encoder": c.num_layers, "decoder": c.decoder_num_layers or c.num_layers}
 
 
 def initial_weights(c: Settings) -> Weights:
@@ -137,7 +136,7 @@ def recipe(v: Vocabulary) -> Recipe:
     """Training on documents of sentences, or of one each."""
 
     def cut(c: Settings, documents: list, wanted: int | None) -> list[dict]:
-        lengths = c.encoder_seq_length or c.seq_length, c.decoder_seq_length
+        lengths = c.seq_length, c.decoder_seq_length
         how = Masking(c.mask_prob, 10, geometric=True)
         return t5_samples(documents, wanted, lengths, c.short_seq_prob, c.seed, v, how)
 

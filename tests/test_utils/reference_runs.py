@@ -1,6 +1,7 @@
 """Whole runs of the program beside the reference (``tests/reference``): what each leaves, and where they differ."""
 
 import dataclasses
+import importlib
 import math
 import struct
 from pathlib import Path
@@ -18,7 +19,9 @@ with a smaller eps would blow up."""
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 MEMORIES = (".expert_bias", ".last_choices")
 """What routers keep besides weights."""
-PROGRAM_ONLY = ["--tokenizer-type", "NullTokenizer", "--num-workers", "0", "--log-interval", "1", "--log-params-norm"]
+TOKENIZER = ["--tokenizer-type", "NullTokenizer"]
+PROGRAM_ONLY = ["--num-workers", "0", "--log-interval", "1", "--log-params-norm"]
+TASKS = {"gpt": "GPTTask", "bert": "BertTask", "t5": "T5Task"}
 
 
 def corpora():
@@ -48,30 +51,30 @@ def write_corpora(folder):
 
 
 def with_folder(argv, folder):
-    """The names of corpora as the prefixes of their files."""
-    return [str(Path(folder) / word) if word in ("a", "b", "c") else word for word in argv]
+    """The names of corpora as the prefixes of their files, that of the vocabulary as its path."""
+    return [str(Path(folder) / word) if word in ("a", "b", "c", "vocab.txt") else word for word in argv]
 
 
-def program(rank, world_size, argv, fp64, folder, save):
+def program(rank, world_size, argv, fp64, folder, save, kind="gpt", vocab_size=VOCAB_SIZE):
     """A task of the pool: a whole run. (records of metrics.jsonl, initial weights, final ones: arrays by name)."""
     from megatron.core.dist_checkpointing import CheckpointReader
     from megatron.training.arguments import parse_args
     from megatron.training.observe.metrics import read_metrics
     from megatron.training.run import run
-    from megatron.training.tasks.gpt import GPTTask
 
     initial = {}
+    task = getattr(importlib.import_module(f"megatron.training.tasks.{kind}"), TASKS[kind])
 
-    class Recording(GPTTask):
+    class Recording(task):
         def model_provider(self, *args, **kwargs):
             model = super().model_provider(*args, **kwargs)
             for name, weight in model.named_parameters():
                 padded = "word_embeddings" in name or "output_layer" in name
-                initial[name] = weight.detach()[: VOCAB_SIZE if padded else None].double().numpy().copy()
+                initial[name] = weight.detach()[: vocab_size if padded else None].double().numpy().copy()
             return model
 
     argv = [*with_folder(argv, folder), *PROGRAM_ONLY, "--save", save, "--data-cache-path", f"{folder}/cache"]
-    code = run(dataclasses.replace(parse_args(argv), fp64=fp64), Recording)
+    code = run(dataclasses.replace(parse_args(argv, model_family=kind), fp64=fp64), Recording)
     assert code == 0, f"the run ended with code {code}"
     (checkpoint,) = Path(save).glob("iter_*")
     reader = CheckpointReader(checkpoint)
