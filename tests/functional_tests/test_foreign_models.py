@@ -26,7 +26,7 @@ def our_model(model):
         vocab_size = VOCAB
 
     cfg = validate_args(parse_args(flags_of(model), needs_data=False), 1)
-    return WithoutTokenizer(cfg).model_provider(), cfg
+    return WithoutTokenizer(cfg).model_provider()
 
 
 def assert_close(name, found, expected):
@@ -42,8 +42,8 @@ def folded(theirs, ours):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     model = FAMILIES[name]
-    foreign, (ours, cfg) = build(model), our_model(model)
-    weights = to_ours(dict(foreign.state_dict()), model.names, cfg.num_query_groups, cfg.kv_channels)
+    foreign, ours = build(model), our_model(model)
+    weights = to_ours(foreign.state_dict(), model)
     with torch.no_grad():
         biases = [(key, each) for key, each in ours.named_buffers() if key.endswith("expert_bias")]
         for key, parameter in (*ours.named_parameters(), *biases):
@@ -65,7 +65,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     (loss / mask.sum()).backward()
     (expected_loss / mask.sum()).backward()
     gradients = {key: value.grad for key, value in foreign.named_parameters()}
-    expected_gradients = to_ours(gradients, model.names, cfg.num_query_groups, cfg.kv_channels)
+    expected_gradients = to_ours(gradients, model)
     compared = 0
     for key, parameter in ours.named_parameters():
         expected = folded(expected_gradients[key], parameter)

@@ -11,7 +11,8 @@ import math
 import pytest
 import torch
 
-from tests.test_utils.foreign_models import LENGTH, MIXTURES, MODELS, VOCAB, build
+from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of
+from tests.test_utils.hf_folders import random_model
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
 
@@ -129,7 +130,33 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     assert type(again) is type(foreign) and again.dtype == dtype
     pairs = {key: (value, again.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
     # null means what the other one says: the default
-    different = {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key != "_name_or_path"}
+    # transformers writes no layers of multi-token prediction, whatever its config says
+    free = ("_name_or_path", "num_nextn_predict_layers")
+    different = {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key not in free}
     assert not different
     tokens = text()[0]
     assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
+
+
+def test_transformers_reads_our_layers_of_multi_token_prediction(tmp_path, monkeypatch):
+    from transformers.modeling_layers import MtpModel
+
+    flags = [*flags_of(EVERY["deepseek-v3"]), "--mtp-num-layers", "2"]
+    save_hf(random_model(flags, VOCAB), tmp_path / "ours", max_shard_bytes=20_000)
+    monkeypatch.setattr(  # theirs is a constant for the published number of layers
+        transformers.DeepseekV3ForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[23]\..*"]
+    )
+    foreign = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    found = MtpModel.from_pretrained(foreign).state_dict()
+    weights = load_hf(tmp_path / "ours").tensors
+    for depth in range(2):
+        here, there = f"model.mtp.layers.{depth}", f"layers.{depth}"
+        for ours, theirs in (
+            ("enorm", "enorm"), ("hnorm", "hnorm"), ("eh_proj", "eh_proj"), ("final_layernorm", "post_norm"),
+            ("mtp_model_layer.self_attention.linear_kv_up_proj", "mtp_block.self_attn.kv_b_proj"),
+            ("mtp_model_layer.mlp.router", "mtp_block.mlp.gate"),
+        ):  # fmt: skip
+            assert torch.equal(found[f"{there}.{theirs}.weight"], weights[f"{here}.{ours}.weight"].read()), theirs
+        experts = weights[f"{here}.mtp_model_layer.mlp.experts.linear_fc1.weight"].read().flatten(1, 2)
+        assert torch.equal(found[f"{there}.mtp_block.mlp.experts.gate_up_proj"], experts)
+    assert foreign.config.num_mtp_layers == 2 and foreign.config.num_hidden_layers == LAYERS

@@ -11,8 +11,7 @@ from tests.reference import settings
 from tests.reference.data import Batch
 from tests.reference.experts import Router
 from tests.reference.model import Model
-from tests.reference.weights import head_dim, num_groups
-from tests.test_utils.foreign_models import LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of, to_ours
+from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of, to_ours
 
 pytest.importorskip("transformers", reason="pip install transformers: it is what the reference is compared with")
 
@@ -37,7 +36,7 @@ def pair(name, more=""):
     c = settings.read([*flags_of(family), "--vocab-size", str(VOCAB), *more.split()])
 
     def arrange(tensors):
-        return to_ours(tensors, family.names, num_groups(c), head_dim(c))
+        return to_ours(tensors, family, more)
 
     leaves, routers = {}, {}
     for key, value in arrange({**dict(foreign.named_parameters()), **dict(foreign.named_buffers())}).items():
@@ -103,17 +102,15 @@ def test_tokens_further_ahead_are_predicted_as_by_transformers(name):
     own = {key: value for key, value in further.state_dict().items() if key.startswith("layers.")}
     for value in own.values():
         value.copy_(torch.randn(value.shape) * 0.2 + float(value.dim() == 1))
-    for key, value in arrange({f"model.{key.replace('.mtp_block', '')}": value for key, value in own.items()}).items():
-        at, depth = key.split(".")[1:3]
-        if key.endswith("expert_bias"):
-            model.routers[f"mtp.layers.{depth}.mtp_model_layer.mlp"] = router = Router(model.c)
+    parts = [(int(key.split(".")[1]), key.split(".", 2)[2].removeprefix("mtp_block."), own[key]) for key in own]
+    as_published = {f"model.layers.{LAYERS + depth}.{name.replace('post_norm', 'shared_head.norm')}": value
+                    for depth, name, value in parts}  # fmt: skip
+    for key, value in arrange(as_published).items():
+        if key.endswith(".router.expert_bias"):
+            model.routers[key.removesuffix(".router.expert_bias")] = router = Router(model.c)
             router.bias = value
         else:
-            model.weights[key.replace(f"decoder.{at}.{depth}", f"mtp.layers.{depth}.mtp_model_layer")] = value
-    for depth in range(2):
-        for part in ("enorm", "hnorm", "eh_proj", "post_norm"):
-            here = part.replace("post_norm", "final_layernorm")
-            model.weights[f"mtp.layers.{depth}.{here}.weight"] = own[f"layers.{depth}.{part}.weight"]
+            model.weights[key] = value
 
     tokens, labels, mask = (torch.from_numpy(each) for each in (batch.tokens, batch.labels, batch.loss_mask))
     x, positions = foreign.model(input_ids=tokens).last_hidden_state, torch.arange(LENGTH)[None]

@@ -1,98 +1,71 @@
 """Tiny models of the package ``transformers`` beside the flags that say the same here, and how their weights are named.
 
-A family is a row of data: where its tensors are, and how queries, keys and values lie in them. Weights and gradients
-go through the same (linear) rearrangement, so a comparison needs one map only.
-
-Legend: g groups of query heads, p query heads of a group, d channels of a head, h hidden.
+A family is a row of data. Where its tensors are, and how queries, keys and values lie in them, is a table as
+``core/export/hf`` has it: its own for a family that can be converted, one of this file for any other. Weights and
+gradients go through the same (linear) rearrangement, so a comparison needs one map only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+
+from megatron.core.export.hf import conversion
+from megatron.core.export.hf.families import deepseek_v3, gemma2, gpt2, gpt_neox, gpt_oss, llama, phi3, qwen2_moe
+from megatron.core.export.hf.family import Family as Table
+from megatron.core.export.hf.family import complete
+from megatron.core.export.hf.layouts import QueryKeyValue, Weights
+from megatron.core.sharding.lazy_tensor import LazyTensor
 
 VOCAB, LENGTH = 53, 24
 LAYERS, HIDDEN, HEADS = 2, 32, 4
 
-
-@dataclass(frozen=True)
-class Names:
-    """Where a family keeps what ``GPTModel`` has; the defaults are LLaMA's."""
-
-    embedding: str = "model.embed_tokens"
-    positions: str | None = None
-    layer: str = "model.layers"
-    attention_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    qkv_by_head: bool = False
-    """One tensor that holds query, key and value of the first head, then of the second; else all queries first."""
-    q_norm: str = "self_attn.q_norm"
-    k_norm: str = "self_attn.k_norm"
-    proj: str = "self_attn.o_proj"
-    mlp_norm: str = "post_attention_layernorm"
-    post_norms: tuple[str, str] = ("-", "-")
-    """Norms behind attention and behind the feed-forward network."""
-    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    fc2: str = "mlp.down_proj"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    conv1d: bool = False
-    """Matrices are stored [in, out] (GPT-2)."""
-    router: str = "mlp.gate"
-    selection_bias: str = "mlp.gate.e_score_correction_bias"
-    experts: str = "mlp.experts"
-    experts_interleaved: bool = False
-    """Experts' matrices are stored [expert, in, out], gate and linear half in turn (GPT-OSS)."""
-    shared: tuple[str, ...] = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
-    shared_fc2: str = "mlp.shared_experts.down_proj"
-    shared_gate: str = "mlp.shared_expert_gate"
-    latent: tuple[tuple[str, str], ...] = (
-        ("linear_q_proj", "self_attn.q_proj"), ("linear_q_down_proj", "self_attn.q_a_proj"),
-        ("q_layernorm", "self_attn.q_a_layernorm"), ("linear_q_up_proj", "self_attn.q_b_proj"),
-        ("linear_kv_down_proj", "self_attn.kv_a_proj_with_mqa"), ("kv_layernorm", "self_attn.kv_a_layernorm"),
-        ("linear_kv_up_proj", "self_attn.kv_b_proj"),
-    )  # fmt: skip
-    sinks: str = "self_attn.sinks"
+ATTENTION, MLP = "decoder.layers.*.self_attention", "decoder.layers.*.mlp"
+LAYER, GPT2_LAYER = "model.layers.*", "transformer.h.*"
+LLAMA = {**llama.AROUND, **llama.ATTENTION, **llama.FEED_FORWARD}
+PLAIN_MLP: Weights = {**LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.up_proj"}
+STARCODER2: Weights = {
+    **LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.c_fc", f"{MLP}.linear_fc2": f"{LAYER}.mlp.c_proj",
+}  # fmt: skip
+GLM: Weights = {**LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.gate_up_proj"}
+GLM4: Weights = {
+    **GLM, "decoder.layers.*.post_self_attention_layernorm": f"{LAYER}.post_self_attn_layernorm",
+    "decoder.layers.*.post_mlp_layernorm": f"{LAYER}.post_mlp_layernorm",
+}  # fmt: skip
+PERSIMMON: Weights = {
+    **LLAMA, f"{ATTENTION}.linear_qkv": f"{LAYER}.self_attn.query_key_value",
+    f"{ATTENTION}.q_layernorm": f"{LAYER}.self_attn.q_layernorm",
+    f"{ATTENTION}.k_layernorm": f"{LAYER}.self_attn.k_layernorm",
+    f"{ATTENTION}.linear_proj": f"{LAYER}.self_attn.dense", f"{MLP}.linear_fc1": f"{LAYER}.mlp.dense_h_to_4h",
+    f"{MLP}.linear_fc2": f"{LAYER}.mlp.dense_4h_to_h", "decoder.final_layernorm": "model.final_layernorm",
+}  # fmt: skip
+BIGCODE: Weights = {
+    **gpt2.FAMILY.weights, f"{ATTENTION}.linear_qkv": QueryKeyValue(f"{GPT2_LAYER}.attn.c_attn"),
+    f"{ATTENTION}.linear_proj": f"{GPT2_LAYER}.attn.c_proj", f"{MLP}.linear_fc1": f"{GPT2_LAYER}.mlp.c_fc",
+    f"{MLP}.linear_fc2": f"{GPT2_LAYER}.mlp.c_proj",
+}  # fmt: skip
+EXPERTS_IN_MEMORY: Weights = {
+    f"{MLP}.experts.linear_fc1.weight": f"{LAYER}.mlp.experts.gate_up_proj",
+    f"{MLP}.experts.linear_fc2.weight": f"{LAYER}.mlp.experts.down_proj",
+}
+"""One tensor of all experts, which files hold one by one."""
+MIXTURE: Weights = {**LLAMA, **llama.EXPERTS, **EXPERTS_IN_MEMORY}
+QWEN2_MIXTURE: Weights = {**qwen2_moe.FAMILY.weights, **EXPERTS_IN_MEMORY}
+DEEPSEEK: Weights = {**deepseek_v3.FAMILY.weights, **EXPERTS_IN_MEMORY}
+NEOX: Weights = {**gpt_neox.FAMILY.weights, "output_layer": "lm_head"}  # as in memory
+GPT2, FUSED, GPT_OSS = (each.FAMILY.weights for each in (gpt2, phi3, gpt_oss))
+GEMMA = OLMO = gemma2.WEIGHTS
 
 
-LLAMA = Names()
-PLAIN_MLP = replace(LLAMA, fc1=("mlp.up_proj",))
-STARCODER2 = replace(LLAMA, fc1=("mlp.c_fc",), fc2="mlp.c_proj")
-FUSED = replace(LLAMA, qkv=("self_attn.qkv_proj",), fc1=("mlp.gate_up_proj",))
-GLM = replace(LLAMA, fc1=("mlp.gate_up_proj",))
-PERSIMMON = replace(
-    LLAMA, qkv=("self_attn.query_key_value",), qkv_by_head=True, q_norm="self_attn.q_layernorm",
-    k_norm="self_attn.k_layernorm", proj="self_attn.dense", fc1=("mlp.dense_h_to_4h",), fc2="mlp.dense_4h_to_h",
-    final_norm="model.final_layernorm",
-)  # fmt: skip
-NEOX = Names(
-    embedding="gpt_neox.embed_in", layer="gpt_neox.layers", qkv=("attention.query_key_value",), qkv_by_head=True,
-    proj="attention.dense", fc1=("mlp.dense_h_to_4h",), fc2="mlp.dense_4h_to_h",
-    final_norm="gpt_neox.final_layer_norm",
-)  # fmt: skip
-GPT2 = Names(
-    embedding="transformer.wte", positions="transformer.wpe", layer="transformer.h", attention_norm="ln_1",
-    qkv=("attn.c_attn",), proj="attn.c_proj", mlp_norm="ln_2", fc1=("mlp.c_fc",), fc2="mlp.c_proj",
-    final_norm="transformer.ln_f", conv1d=True,
-)  # fmt: skip
-BIGCODE = replace(GPT2, conv1d=False)
-OLMO = replace(
-    LLAMA, attention_norm="-", mlp_norm="-", post_norms=("post_attention_layernorm", "post_feedforward_layernorm")
-)
-GEMMA = replace(OLMO, attention_norm="input_layernorm", mlp_norm="pre_feedforward_layernorm")
-GPT_OSS = replace(LLAMA, router="mlp.router", experts_interleaved=True)
-QWEN2_MOE = replace(
-    LLAMA, shared=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), shared_fc2="mlp.shared_expert.down_proj"
-)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """One model: its class in ``transformers``, settings there, flags here."""
 
     architecture: str
-    names: Names
+    weights: Mapping
     settings: dict
     flags: str
 
@@ -129,74 +102,31 @@ def build(model: Family) -> torch.nn.Module:
     return foreign
 
 
-def _qkv(parts: list[torch.Tensor], names: Names, groups: int, channels: int) -> torch.Tensor:
-    """[g * (p + 2) * d, …] as ``linear_qkv`` holds it."""
-    rest = parts[0].shape[1:]
-    if names.qkv_by_head:  # as many groups as heads: the same order
-        return parts[0]
-    if len(parts) == 1:
-        width = groups * channels
-        parts = list(parts[0].split([parts[0].shape[0] - 2 * width, width, width]))
-    return torch.cat([part.reshape(groups, -1, *rest) for part in parts], 1).flatten(0, 1)
+@cache
+def _plan(model: Family, more: str) -> dict[str, conversion.Placement]:
+    """Our name of each tensor -> where it lies in theirs."""
+    from megatron.training.arguments import config_to_dict, parse_args, validate_args
+
+    cfg = validate_args(parse_args([*flags_of(model), *more.split()], needs_data=False), 1)
+    table = Table("", "", (), model.weights)
+    found = conversion.placements(table, complete({**config_to_dict(cfg), "vocab_size": VOCAB}))
+    return {placement.name: placement for placement in found}
 
 
-def to_ours(tensors: dict[str, torch.Tensor], names: Names, groups: int, channels: int) -> dict[str, torch.Tensor]:
-    """Weights (or gradients) of the foreign model under the names, and in the arrangement, of ``GPTModel``."""
-    found: dict[str, torch.Tensor] = {}
+def to_ours(tensors: Mapping[str, torch.Tensor], model: Family, more: str = "") -> dict[str, torch.Tensor]:
+    """Weights (or gradients) of the foreign model, as many as there are, under the names of ``GPTModel``: [out, in], of
+    experts [e, out, in]. ``more``: further flags of ours."""
+    held = {name: LazyTensor.of(tensor.detach()) for name, tensor in tensors.items()}
+    plan = [each for each in _plan(model, more).values() if each.parts[0].name in held]
+    found = conversion.to_ours(plan, held)
+    values = {each.name: found[f"model.{each.name}"].read() for each in plan}
+    return {name: _flat(name, value) for name, value in values.items()}
 
-    def take(ours: str, *theirs: str, arrange=lambda parts: torch.cat(parts)) -> None:
-        for kind in ("weight", "bias"):
-            parts = [tensors.get(f"{name}.{kind}") for name in theirs]
-            if all(part is not None for part in parts):
-                if names.conv1d and kind == "weight" and theirs[0].startswith(names.layer) and parts[0].dim() == 2:
-                    parts = [part.T for part in parts]
-                found[f"{ours}.{kind}"] = arrange(parts)
 
-    def take_experts(here: str, there: str) -> None:
-        for ours, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-            for kind, key in (("weight", f"{there}.{theirs}"), ("bias", f"{there}.{theirs}_bias")):
-                if (value := tensors.get(key)) is not None:
-                    if names.experts_interleaved:
-                        value = value.transpose(1, 2) if kind == "weight" else value
-                        value = torch.cat((value[:, ::2], value[:, 1::2]), 1) if ours == "linear_fc1" else value
-                    found[f"{here}.{ours}.{kind}"] = value
-
-    take("embedding.word_embeddings", names.embedding)
-    if names.positions:
-        take("embedding.position_embeddings", names.positions)
-    for i in range(LAYERS):
-        here, there = f"decoder.layers.{i}", f"{names.layer}.{i}"
-        take(f"{here}.input_layernorm", f"{there}.{names.attention_norm}")
-        if f"{there}.{names.latent[-1][1]}.weight" in tensors:
-            for ours, theirs in names.latent:
-                take(f"{here}.self_attention.{ours}", f"{there}.{theirs}")
-        else:
-            take(
-                f"{here}.self_attention.linear_qkv", *(f"{there}.{name}" for name in names.qkv),
-                arrange=lambda parts: _qkv(parts, names, groups, channels),
-            )  # fmt: skip
-        take(f"{here}.self_attention.q_layernorm", f"{there}.{names.q_norm}")
-        take(f"{here}.self_attention.k_layernorm", f"{there}.{names.k_norm}")
-        take(f"{here}.self_attention.linear_proj", f"{there}.{names.proj}")
-        take(f"{here}.pre_mlp_layernorm", f"{there}.{names.mlp_norm}")
-        for branch, theirs in zip(("self_attention", "mlp"), names.post_norms):
-            take(f"{here}.post_{branch}_layernorm", f"{there}.{theirs}")
-        take(f"{here}.mlp.linear_fc1", *(f"{there}.{name}" for name in names.fc1))
-        take(f"{here}.mlp.linear_fc2", f"{there}.{names.fc2}")
-        take(f"{here}.mlp.router", f"{there}.{names.router}")
-        take_experts(f"{here}.mlp.experts", f"{there}.{names.experts}")
-        take(f"{here}.mlp.shared_experts.linear_fc1", *(f"{there}.{name}" for name in names.shared))
-        take(f"{here}.mlp.shared_experts.linear_fc2", f"{there}.{names.shared_fc2}")
-        for ours, theirs in (
-            ("mlp.router.expert_bias", names.selection_bias),
-            ("mlp.shared_experts.gate_weight", f"{names.shared_gate}.weight"),
-            ("self_attention.core_attention.softmax_offset", names.sinks),
-        ):
-            if (value := tensors.get(f"{there}.{theirs}")) is not None:
-                found[f"{here}.{ours}"] = value
-    take("decoder.final_layernorm", names.final_norm)
-    take("output_layer", names.head)
-    return found
+def _flat(name: str, value: torch.Tensor) -> torch.Tensor:
+    """``value`` without the dimensions that groups of heads, and gates, have here."""
+    first, kept = int(".experts." in name), 2 if name.endswith("weight") and "norm" not in name else 1
+    return value.flatten(first, max(value.ndim - kept, first))
 
 
 ROPE = "--position-embedding-type rope"
@@ -222,16 +152,28 @@ GPT2_SIZES = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions
 GPT2_SETTINGS = {**GPT2_SIZES, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LN = {"intermediate_size": 48, "num_key_value_heads": HEADS, "tie_word_embeddings": False}
 SLIDING = {"sliding_window": 6}
+GLM_SETTINGS = {**GATED, "head_dim": 8, "attention_bias": True, "num_key_value_heads": 2,
+                **rope(partial_rotary_factor=0.5)}  # fmt: skip
 EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 24 --moe-router-topk"
 MOE = {**GATED, **rope(), "moe_intermediate_size": 24, "num_experts": 8}
 """8 experts of width 24."""
 
 
-def gemma(architecture, names, flags="", **settings):
+def gemma(architecture, weights, flags="", **settings):
     """Heads of 12 channels, two of keys and values, tied embeddings that are scaled, norms that store weights - 1."""
     settings = {**GATED, **rope(), "head_dim": 12, "num_key_value_heads": 2, "tie_word_embeddings": True, **settings}
     shape = f"--geglu --ffn-hidden-size 48 --kv-channels 12 {GROUPS} 2 --apply-layernorm-1p --apply-embedding-scaling"
-    return Family(architecture, names, settings, f"{RMS} {shape} {flags}")
+    return Family(architecture, weights, settings, f"{RMS} {shape} {flags}")
+
+
+def neox(parallel, flags=""):
+    """GPT-NeoX, one branch after the other or both beside each other."""
+    return Family(
+        "GPTNeoX", NEOX,
+        {"intermediate_size": 48, "layer_norm_eps": 1e-3, "use_parallel_residual": parallel, "hidden_act": "gelu",
+         "tie_word_embeddings": False, **rope(partial_rotary_factor=0.25)},
+        f"{LAYERNORM} {UNTIED} --rotary-percent 0.25 --no-bias-gelu-fusion {flags}",
+    )  # fmt: skip
 
 
 CAPPED = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 20, **SLIDING}
@@ -251,7 +193,7 @@ def deepseek(attention, yarn=False, **settings):
     latent = {"kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "rms_norm_eps": 1e-6}
     experts = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2}
     return Family(
-        "DeepseekV3", LLAMA,
+        "DeepseekV3", DEEPSEEK,
         {**GATED, **positions, **latent, **experts, "moe_intermediate_size": 24, "first_k_dense_replace": 1,
          "routed_scaling_factor": 2.5, **settings},
         f"--normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-6 --swiglu --ffn-hidden-size 48 {UNTIED}"
@@ -271,7 +213,7 @@ def dense_deepseek(flags, yarn=None, **settings):
     positions = rope() if yarn is None else rope(kind="yarn", **STRETCHED, **yarn)
     latent = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "rms_norm_eps": 1e-6}
     return Family(
-        "DeepseekV3", LLAMA,
+        "DeepseekV3", DEEPSEEK,
         {**GATED, **positions, **latent, "q_lora_rank": 16, "first_k_dense_replace": LAYERS, **settings},
         f"{ROPE} --normalization RMSNorm --disable-bias-linear --norm-epsilon 1e-6 --swiglu --ffn-hidden-size 48"
         f" {UNTIED} --multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
@@ -339,20 +281,14 @@ MODELS = {
     ),
     "phi3": Family("Phi3", FUSED, {**GATED, **rope(), "resid_pdrop": 0.0, "num_key_value_heads": 2},
                    f"{SWIGLU} {UNTIED} {GROUPS} 2"),
-    "phi4-partial-rotary": Family(
-        "Phi3", FUSED, {**GATED, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
-                                                     "partial_rotary_factor": 0.75}},
-        f"{SWIGLU} {UNTIED} --rotary-percent 0.75",
-    ),
+    "phi4-partial-rotary": Family("Phi3", FUSED, {**GATED, **rope(partial_rotary_factor=0.75)},
+                                  f"{SWIGLU} {UNTIED} --rotary-percent 0.75"),
     "glm-interleaved": Family(
-        "Glm", GLM, {**GATED, "head_dim": 8, "attention_bias": True, "num_key_value_heads": 2,
-                     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        "Glm", GLM, GLM_SETTINGS,
         f"{SWIGLU} {UNTIED} --add-qkv-bias --rotary-percent 0.5 --rotary-interleaved {GROUPS} 2",
     ),
     "glm4-sandwich": Family(
-        "Glm4", replace(GLM, post_norms=("post_self_attn_layernorm", "post_mlp_layernorm")),
-        {**GATED, "head_dim": 8, "attention_bias": True, "num_key_value_heads": 2,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+        "Glm4", GLM4, GLM_SETTINGS,
         f"{SWIGLU} {UNTIED} --add-qkv-bias --rotary-percent 0.5 --rotary-interleaved --norm-placement sandwich"
         f" {GROUPS} 2",
     ),
@@ -369,8 +305,7 @@ MODELS = {
                     f"{RMS} --squared-relu --ffn-hidden-size 48 {UNTIED}"),
     "nemotron": Family(
         "Nemotron", PLAIN_MLP,
-        {**LN, "norm_eps": 1e-3, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
-                                                     "partial_rotary_factor": 0.5}},
+        {**LN, "norm_eps": 1e-3, **rope(partial_rotary_factor=0.5)},
         f"{LAYERNORM} {UNTIED} --disable-bias-linear --squared-relu --apply-layernorm-1p --rotary-percent 0.5",
     ),
     "starcoder2": Family(
@@ -381,23 +316,11 @@ MODELS = {
     "stablelm": Family(
         "StableLm", LLAMA,
         {**LN, "layer_norm_eps": 1e-3, "use_qkv_bias": True, "hidden_dropout": 0.0,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
+         **rope(partial_rotary_factor=0.25)},
         f"{LAYERNORM} {UNTIED} --disable-bias-linear --add-qkv-bias --swiglu --rotary-percent 0.25",
     ),
-    "gpt-neox": Family(
-        "GPTNeoX", NEOX,
-        {"intermediate_size": 48, "layer_norm_eps": 1e-3, "use_parallel_residual": False, "hidden_act": "gelu",
-         "tie_word_embeddings": False,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
-        f"{LAYERNORM} {UNTIED} --rotary-percent 0.25 --no-bias-gelu-fusion",
-    ),
-    "gpt-neox-parallel": Family(
-        "GPTNeoX", NEOX,
-        {"intermediate_size": 48, "layer_norm_eps": 1e-3, "use_parallel_residual": True, "hidden_act": "gelu",
-         "tie_word_embeddings": False,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
-        f"{LAYERNORM} {UNTIED} --rotary-percent 0.25 --no-bias-gelu-fusion --use-parallel-residual",
-    ),
+    "gpt-neox": neox(False),
+    "gpt-neox-parallel": neox(True, "--use-parallel-residual"),
     "gemma": gemma("Gemma", LLAMA),
     "gemma2": gemma("Gemma2", GEMMA, f"{GEMMA2} 2 {CAPS}", **CAPPED),
     "gemma3": gemma(
@@ -415,7 +338,7 @@ MODELS = {
     "persimmon": Family(
         "Persimmon", PERSIMMON,
         {"intermediate_size": 48, "layer_norm_eps": 1e-5, "qk_layernorm": True, "hidden_dropout": 0.0,
-         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+         **rope(partial_rotary_factor=0.5)},
         f"{ROPE} --ffn-hidden-size 48 {UNTIED} --qk-layernorm --squared-relu --rotary-percent 0.5",
     ),
     "granite": Family(
@@ -427,20 +350,20 @@ MODELS = {
 }  # fmt: skip
 MIXTURES = {
     "mixtral": Family(
-        "Mixtral", LLAMA, {**GATED, **rope(1e6), "num_key_value_heads": 2, "num_local_experts": 4},
+        "Mixtral", MIXTURE, {**GATED, **rope(1e6), "num_key_value_heads": 2, "num_local_experts": 4},
         f"{SWIGLU} {UNTIED} {GROUPS} 2 --rotary-base 1000000 --num-experts 4 --moe-router-topk 2",
     ),
     "qwen2-moe": Family(
-        "Qwen2Moe", QWEN2_MOE, {**MOE, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 3},
+        "Qwen2Moe", QWEN2_MIXTURE, {**MOE, "shared_expert_intermediate_size": 40, "num_experts_per_tok": 3},
         f"{SWIGLU} {UNTIED} --add-qkv-bias {EXPERTS} 3 --moe-router-pre-softmax"
         " --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
     ),
     "qwen3-moe": Family(
-        "Qwen3Moe", LLAMA, {**MOE, "head_dim": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        "Qwen3Moe", MIXTURE, {**MOE, "head_dim": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
         f"{SWIGLU} {UNTIED} --qk-layernorm {EXPERTS} 3",
     ),
     "qwen3-moe-unnormalized": Family(
-        "Qwen3Moe", LLAMA, {**MOE, "head_dim": 8, "num_experts_per_tok": 1, "mlp_only_layers": [0]},
+        "Qwen3Moe", MIXTURE, {**MOE, "head_dim": 8, "num_experts_per_tok": 1, "mlp_only_layers": [0]},
         f"{SWIGLU} {UNTIED} --qk-layernorm {EXPERTS} 1 --moe-router-pre-softmax --moe-layer-freq [0,1]",
     ),
     "deepseek-v3": deepseek(

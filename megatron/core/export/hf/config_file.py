@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def weight_names(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors; none where they cannot be told."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    with suppress(OSError, ValueError, RecursionError):
+        if index.is_file():
+            return {*read_json(index).get("weight_map", ())}
+        with open(single, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return {*json.loads(file.read(min(length, MAX_JSON)))}
+    return set()
+
+
 def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     """The family of a folder, and the settings that its ``config.json`` says."""
     config = read_config(folder)
     family = family_of(config)
     try:
+        for key, name in family.counts_if_held.items():
+            if config.get(key) and name.format(**config) not in weight_names(folder):
+                del config[key]
         return family, family.load_settings(config)
     except (TypeError, KeyError, ValueError) as error:
         if isinstance(error, UserError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
@@ -60,6 +60,10 @@ class Family:
     """Patterns of tensors that are left out: masks, tables of angles; ``{num_layers}`` is the number of layers."""
     base: str = "model."
     """Beginning of all names but the output layer's, which some files leave out."""
+    repeated: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of every layer of multi-token prediction (``*``) that are the same as another one."""
+    counts_if_held: Mapping[str, str] = field(default_factory=dict)
+    """Keys of config.json that count only where the files hold this tensor."""
 
     @property
     def passive(self) -> set[str]:
@@ -105,6 +109,17 @@ class Family:
             if name not in said and settings[name] != defaults[name]:
                 raise refuse(name, settings[name], f"the family has {defaults[name]!r} alone")
         return config
+
+    def tied(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Name of the output layer -> that of the embedding, where they are one tensor."""
+        head, words = (f"{self.weights[name]}.weight" for name in ("output_layer", "embedding.word_embeddings"))
+        return {} if settings["untie_embeddings_and_output_weights"] else {head: words}
+
+    def copies(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Tensors that layers of multi-token prediction hold again -> the one that each equals."""
+        first, tied = settings["num_layers"], self.tied(settings)
+        layers = map(str, range(first, first + (settings.get("mtp_num_layers") or 0)))
+        return {name.replace("*", n): tied.get(same, same) for n in layers for name, same in self.repeated.items()}
 
     def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
         """Every tensor of a model: our name, our shape, and where it lies, names of their layer filled in."""

@@ -101,21 +101,22 @@ def _check(
 ) -> list[str]:  # fmt: skip
     """Drop what the family leaves out, and return its names; raise for everything that is missing, left over or of
     another shape."""
-    tied = not settings["untie_embeddings_and_output_weights"]
-    head = f"{family.weights.get('output_layer')}.weight"
+    tied, copies = family.tied(settings), family.copies(settings)
     unused = "|".join(family.unused).replace("{num_layers}", str(settings["num_layers"]))
     left_out = []
     for name in [each for each in found if each not in wanted]:
-        if (unused and re.fullmatch(unused, name)) or (tied and name == head):
-            if name == head and not _equal(found[name], found.get(_embedding(family))):
-                reason = "config.json says tie_word_embeddings, but it differs from the embedding"
-                raise UserError(f"{folder}: {name}: {reason}; set tie_word_embeddings to false")
+        same = tied.get(name) or copies.get(name)
+        if same is not None and not _equal(found[name], found.get(same)):
+            fix = "; set tie_word_embeddings in config.json to false" if name in tied else ""
+            raise UserError(f"{folder}: {name}: differs from {same}, of which it should be a copy{fix}")
+        if same is not None or (unused and re.fullmatch(unused, name)):
             del found[name]
-            left_out.append(name)
+            left_out += [] if name in copies else [name]
     problems = []
     for name, shape in wanted.items():
         if name not in found:
-            hint = " (config.json says that the embedding is not tied)" if name == head else ""
+            is_head = name.rpartition(".")[0] == family.weights["output_layer"]
+            hint = " (config.json says that the embedding is not tied)" if is_head else ""
             problems.append(f"{name} {list(shape)} is missing{hint}")
         elif found[name].shape != shape:
             problems.append(f"{name} has shape {list(found[name].shape)}, config.json makes it {list(shape)}")
@@ -124,10 +125,6 @@ def _check(
         listed = _some(problems, "; ")
         raise UserError(f"{folder}: weights and config.json do not fit ({len(problems)} problems): {listed}")
     return left_out
-
-
-def _embedding(family: Family) -> str:
-    return f"{family.weights['embedding.word_embeddings']}.weight"
 
 
 def _equal(one: LazyTensor, other: LazyTensor | None) -> bool:

@@ -299,6 +299,40 @@ def test_names_may_leave_out_the_base_as_files_of_gpt2_do(tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_layers_of_multi_token_prediction_come_over_both_ways(tmp_path):
+    """As DeepSeek publishes them: behind the last layer, with the embedding and the output layer once more."""
+    config = {
+        **CONFIG, "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "n_routed_experts": 2, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 12, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 2,
+    }  # fmt: skip
+    weights = random_weights(config)
+    for layer in "23":
+        weights[f"model.layers.{layer}.embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"model.layers.{layer}.shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    folder = write(tmp_path / "a", weights, config)
+    model = load_hf(folder)
+    assert model.settings["mtp_num_layers"] == 2 and not model.notes
+    second = model.tensors["model.mtp.layers.1.final_layernorm.weight"].read()
+    assert torch.equal(second, weights["model.layers.3.shared_head.norm.weight"])
+    save_hf(model, tmp_path / "one")
+    save_hf(load_hf(folder), tmp_path / "many", max_shard_bytes=20_000)
+    again = load_file(tmp_path / "one" / "model.safetensors")
+    assert again.keys() == weights.keys() and all(torch.equal(again[name], weights[name]) for name in weights)
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["num_nextn_predict_layers"] == 2
+    assert load_hf(tmp_path / "many").settings["mtp_num_layers"] == 2
+    written = {name: value for name, value in weights.items() if not re.match(r"model\.layers\.[23]\.", name)}
+    assert load_hf(write(tmp_path / "b", written, config)).settings["mtp_num_layers"] is None
+    one = {name: value for name, value in weights.items() if not name.startswith("model.layers.3.")}
+    other = load_hf(write(tmp_path / "c", one, {**config, "num_nextn_predict_layers": 0}))
+    assert other.settings["mtp_num_layers"] is None and "model.layers.2.eh_proj.weight" in other.notes[0]
+    refused(write(tmp_path / "d", {**weights, "model.layers.3.shared_head.head.weight": torch.ones(53, 32)}, config),
+            "model.layers.3.shared_head.head.weight: differs from lm_head.weight")  # fmt: skip
+    refused(write(tmp_path / "e", one, config), "model.layers.3.enorm.weight [32] is missing")
+
+
 def test_a_read_holds_one_tensor_of_ours_at_a_time(tmp_path):
     """Experts are read one at a time where a source can: one read of rows for each of theirs."""
     config = {**CONFIG, "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}

@@ -1,6 +1,7 @@
 """DeepSeek-V3 and R1 (``DeepseekV3ForCausalLM``): latent attention, experts in groups beside a shared one.
 
-Layers of multi-token prediction, which ``transformers`` leaves out too, do not come over.
+Layers of multi-token prediction are numbered on behind the last one, and hold the embedding and the output layer again.
+Files that ``transformers`` wrote lack them, whatever their config.json says.
 """
 
 from typing import Any
@@ -46,8 +47,12 @@ FAMILY = Family(
         ),
         Theirs({"rms_norm_eps": 1e-6, "attention_bias": False, "norm_topk_prob": True, "rope_interleave": True,
                 "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
-        Ignored(("num_nextn_predict_layers", "head_dim", "qk_head_dim", "output_router_logits", "ep_size",
-                 "aux_loss_alpha", "seq_aux")),
+        Computed(
+            ("num_nextn_predict_layers",), ("mtp_num_layers",),
+            lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
+            lambda ours: {"num_nextn_predict_layers": ours["mtp_num_layers"] or 0},
+        ),
+        Ignored(("head_dim", "qk_head_dim", "output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
     ),
     weights={
         **llama.AROUND, **llama.ATTENTION, **llama.FEED_FORWARD, **llama.EXPERTS,
@@ -56,6 +61,11 @@ FAMILY = Family(
         "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
         "decoder.layers.*.mlp.shared_experts.linear_fc1": Halves(f"{SHARED}.gate_proj", f"{SHARED}.up_proj"),
         "decoder.layers.*.mlp.shared_experts.linear_fc2": f"{SHARED}.down_proj",
+        **{f"mtp.layers.*.{each}": f"model.layers.*.{each}" for each in ("enorm", "hnorm", "eh_proj")},
+        "mtp.layers.*.final_layernorm": "model.layers.*.shared_head.norm",
     },
+    repeated={"model.layers.*.embed_tokens.weight": "model.embed_tokens.weight",
+              "model.layers.*.shared_head.head.weight": "lm_head.weight"},
+    counts_if_held={"num_nextn_predict_layers": "model.layers.{num_hidden_layers}.eh_proj.weight"},
     unused=(r"model\.layers\.{num_layers}\..*", r".*\.rotary_emb\.inv_freq"),
 )  # fmt: skip
