@@ -1,4 +1,5 @@
-"""Proves your own layout on a laptop: ``python tools/verify_layout.py <flags of pretrain_gpt.py> [--world-size N]``.
+"""Proves your own layout on a laptop: ``python tools/verify_layout.py <flags of pretrain_gpt.py> [--world-size N]``,
+or of another program, which ``--program pretrain_bert.py`` names.
 
 The model of the flags is shrunk (layers, width, vocabulary, sequence; the proportions that a layout cares about stay)
 and trained for a few steps, in float64 on random data, by N processes of this machine over gloo in the layout of the
@@ -42,6 +43,7 @@ from megatron.training.config.logging import LoggingConfig  # noqa: E402
 from megatron.training.config.pretrain_config import PretrainConfig  # noqa: E402
 from megatron.training.config.training import ProfilingConfig  # noqa: E402
 from megatron.training.config.validation import ValidationConfig  # noqa: E402
+from megatron.training.model_description import PROGRAMS  # noqa: E402
 from megatron.training.report.pipeline import stages_of  # noqa: E402
 
 LEFT_OUT = (
@@ -212,14 +214,14 @@ def run_rank(rank: int, cfg: PretrainConfig, world_size: int, place: dict[str, s
     import torch
 
     from megatron.training.initialize import initialize_megatron, shut_down
-    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.tasks.language_model import task_class
     from megatron.training.verify import layout_trace
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("megatron").setLevel(logging.WARNING)
     cfg = validate_args(cfg, world_size)
-    make_task = layout_trace.with_synthetic_data(GPTTask, VOCAB_SIZE)
+    make_task = layout_trace.with_synthetic_data(task_class(cfg.model_family), VOCAB_SIZE)
     traces = layout_trace.trace(cfg, make_task, initialize_megatron(cfg), steps)
     reference = Path(place["FOLDER"]) / "reference.pt"
     if not reference.exists():
@@ -284,10 +286,11 @@ def main(argv: list[str]) -> int:
     """Parses, shrinks, runs both, prints."""
     own = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--world-size", type=int, help="ranks; default: the fewest that the layout needs")
+    own.add_argument("--program", default="pretrain_gpt.py", choices=[*PROGRAMS], help="whose the flags are")
     own.add_argument("--steps", type=int, default=5, help="training steps to compare (5)")
     options, flags = own.parse_known_args(argv)
     try:
-        cfg = parse_args(flags, needs_data=False)
+        cfg = parse_args(flags, needs_data=False, model_family=PROGRAMS[options.program])
         world_size = options.world_size or smallest_world_size(cfg)
         small = shrink(cfg, world_size)
         resolved = validate_args(small, world_size)

@@ -78,6 +78,10 @@ FAMILIES: Mapping[str, Callable[[PretrainConfig, int], ModelDescription]] = {"gp
 """What describes the model of each program."""
 
 
+PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.py": "bert"}
+"""Which of them each entry script trains."""
+
+
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
     """The model of resolved settings; ``vocab_size`` 0: unknown."""
     return FAMILIES[cfg.model_family](cfg, vocab_size)

@@ -1,6 +1,6 @@
 """The matrix: every layout gives the one-rank answer.
 
-A row is a model (flags that change the numbers) and a layout (flags that must not). Ten steps of a tiny GPT on random
+A row is a model (flags that change the numbers) and a layout (flags that must not). Ten steps of a tiny model on random
 tokens with random loss masks, fully masked rows among them; then losses, statistics of modules (the load of experts),
 the gathered gradient of every parameter, the gradient norm and all weights after every step are those of one rank with
 the whole batch in one micro-batch, to 1e-10 in float64 and 1e-5 in float32; initial weights and copies of a weight
@@ -55,6 +55,8 @@ BUGS = [
     ("context_parallel_rank_forgets_the_others", "cp2", "gradient", EMBEDDING),
     ("untied_embeddings", "zero2-pp4-gather", "gradient", EMBEDDING),
     ("attention_gradients_of_blocks_are_off", "cp2", "gradient", ""),
+    ("every_rank_pools_its_own_first_position", "bert-pp2-tp2-sp", "loss", "sop loss"),
+    ("pairs_weigh_as_on_one_rank", "bert-fsdp2", "gradient", ""),
     ("router_gradients_not_summed", "tp2-sp-ep2-etp2", "gradient", ROUTER),
     ("experts_summed_over_dense_ranks", "ep2-etp2-dp8", "gradient", EXPERTS),
     ("gradients_of_experts_averaged", "ep2-alltoall", "gradient", EXPERTS),

@@ -208,6 +208,25 @@ def loss_mask_wears_off(rank):
     return mock.patch.object(where, "__getitem__", aliased)
 
 
+def every_rank_pools_its_own_first_position(rank):
+    """Under sequence parallelism the binary head reads the first position of every rank."""
+    where = module("megatron.core.models.bert.heads")
+    return mock.patch.object(where, "reduce_from_tensor_model_parallel_region", lambda x, group: x)
+
+
+def pairs_weigh_as_on_one_rank(rank):
+    """The weight of the second loss is counted from this rank's samples."""
+    where = module("megatron.training.tasks.bert")
+    alone = mock.Mock(get_process_groups=lambda: mock.Mock(dp=mock.Mock(size=1)))
+    correct = where.BertTask.global_batch
+
+    def of_this_rank(self, *arguments):
+        with mock.patch.object(where, "parallel_state", alone):
+            return correct(self, *arguments)
+
+    return mock.patch.object(where.BertTask, "global_batch", of_this_rank)
+
+
 def states_go_on_to_the_next_document(rank):
     """States of a recurrence do not start anew with a document, on all ranks but the first."""
     where = module("tests.test_utils.gated_recurrence")

@@ -2,6 +2,8 @@
 
 from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS, IN_THE_SUITE
 from tests.test_utils.layouts import Layout
+from tests.test_utils.masked_layouts import BERT_MODELS, BERT_ROWS
+from tests.test_utils.masked_layouts import IN_THE_SUITE as MASKED_IN_THE_SUITE
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -25,6 +27,7 @@ LATENT_YARN = (
 )
 MODELS = {
     **EXPERT_MODELS,
+    **BERT_MODELS,
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
     "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
     "sgd": f"{DROPOUT} --optimizer sgd --lr 0.3 --clip-grad 0",
@@ -378,17 +381,20 @@ LATENTS = {
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
     **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
-    **FAMILIES,
+    **FAMILIES, **BERT_ROWS,
 }  # fmt: skip
+
+
+FAMILIES_OF_THEIR_OWN = ("bert",)
 
 
 def row(name):
     """A row by name. Two layers say as much about every layout as more do, but for pipelines."""
     model, layout, *rest = TABLE[name]
-    flags = MODELS[model]
+    flags, family = MODELS[model], model.partition("-")[0]
     if "--num-layers" not in flags:
         flags += f" --num-layers {4 if '--pipeline-model-parallel-size' in layout else 2}"
-    return Layout(flags, layout, *rest)
+    return Layout(flags, layout, *rest, family=family if family in FAMILIES_OF_THEIR_OWN else "gpt")
 
 
 THROUGH_COPY_ENGINES = [
@@ -399,7 +405,7 @@ THROUGH_COPY_ENGINES = [
 ]  # fmt: skip
 """What they carry: collectives of sequence parallelism, messages between stages."""
 
-EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
+EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | {
     "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
     "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",
     "tp2-sp-llama", "tp4-groups-below-ranks", "tp2-sp-packed", "tp2-window", "tp2-dp2", "tp2-sp-dp2", "tp2-sp-dp4",
@@ -421,7 +427,8 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | {
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
 line that the table executes, and combine any two flags that one row combines."""
 
-EXTENDED_THROUGH_COPY_ENGINES = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {"pp2-vpp-ep2", "tp2-sp-etp1-ep2"} | {
+_OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {"pp2-vpp-ep2", "tp2-sp-etp1-ep2"}
+EXTENDED_THROUGH_COPY_ENGINES = set(BERT_ROWS) | _OF_EXPERTS | {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",

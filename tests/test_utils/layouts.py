@@ -1,4 +1,4 @@
-"""Runs a layout of a tiny GPT on a pool of ranks and compares it with one rank (``training/verify/layout_trace.py``).
+"""Runs a layout of a tiny model on a pool of ranks and compares it with one rank (``training/verify/layout_trace.py``).
 
 Everything of a layout happens inside one task of the pool: build, train, compare. The one-rank reference of each model
 is computed once per session and kept in a file, which the workers load once.
@@ -40,6 +40,8 @@ class Layout:
     world_size: int
     precision: str = "fp64"
     steps: int = STEPS
+    family: str = "gpt"
+    """Whose program the flags are of."""
 
     @property
     def argv(self):
@@ -53,11 +55,11 @@ class Layout:
         return dataclasses.replace(self, layout=layout, world_size=1, steps=STEPS)
 
 
-def configure(argv, world_size, precision):
+def configure(argv, world_size, precision, family="gpt"):
     """The resolved settings of a row."""
     from megatron.training.arguments import parse_args, validate_args
 
-    cfg = parse_args(argv, needs_data=False)
+    cfg = parse_args(argv, needs_data=False, model_family=family)
     return validate_args(dataclasses.replace(cfg, fp64=precision == "fp64"), world_size)
 
 
@@ -65,12 +67,13 @@ def configure(argv, world_size, precision):
 def running(row, world_size):
     """The traces of a row, on this rank of the pool."""
     from megatron.training.initialize import initialize_megatron
-    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.tasks.language_model import task_class
     from megatron.training.verify.layout_trace import trace, with_synthetic_data
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
-    cfg = configure(row.argv, world_size, row.precision)
-    yield trace(cfg, with_synthetic_data(GPTTask, VOCAB_SIZE), initialize_megatron(cfg), row.steps)
+    cfg = configure(row.argv, world_size, row.precision, row.family)
+    make_task = with_synthetic_data(task_class(row.family), VOCAB_SIZE)
+    yield trace(cfg, make_task, initialize_megatron(cfg), row.steps)
 
 
 def write_reference(rank, world_size, row, path):

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -138,3 +139,18 @@ class BertTask(LanguageModelTask):
             sample_index=batch["sample_index"],
         )
         return output, partial(self.loss_func, batch)
+
+    def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
+        """Of any length up to the longest."""
+        length = self.cfg.seq_length
+        text, labels = generator.integers(0, self.vocab_size, (2, length))
+        used = np.arange(length) < generator.integers(length // 4, length + 1)
+        mask = (generator.random(length) < 0.3) & used
+        return {
+            "text": text,
+            "types": ((np.arange(length) > generator.integers(length)) & used).astype(np.int64),
+            "labels": np.where(mask, labels, -1),
+            "loss_mask": mask.astype(np.int64),
+            "padding_mask": used.astype(np.int64),
+            "is_random": int(generator.integers(2)),
+        }

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -102,6 +103,18 @@ class GPTTask(LanguageModelTask):
             sample_index=batch["sample_index"],
         )
         return output, partial(self.loss_func, batch)
+
+    def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
+        """With --reset-attention-mask documents of random lengths, which do not see each other."""
+        length = self.cfg.seq_length
+        tokens = generator.integers(0, self.vocab_size, length + 1)
+        mask = (generator.random(length) < 0.7).astype(np.float32)
+        sample = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": np.arange(length)}
+        if self.cfg.reset_attention_mask:
+            cuts = np.sort(generator.choice(np.arange(1, length), size=3, replace=False))
+            sample["cu_seqlens"] = np.array([0, *cuts, length])
+            sample["position_ids"] = np.concatenate([np.arange(part) for part in np.diff([0, *cuts, length])])
+        return sample
 
 
 def packed_documents(batch: dict[str, Tensor]) -> PackedSeqParams | None:

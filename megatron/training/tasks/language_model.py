@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
+import numpy as np
+
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
 from megatron.core.description.model import ModelDescription
 from megatron.core.pipeline_parallel.stages import pipeline_stages
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.model_description import describe_run
 from megatron.training.tasks.base import Task
 
@@ -29,3 +35,25 @@ class LanguageModelTask(Task):
     def description(self) -> ModelDescription:
         """The model of the flags."""
         return describe_run(self.cfg, self.vocab_size)
+
+    def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
+        """A sample of random tokens in the form of the data set's, of which some count in the loss."""
+        raise NotImplementedError
+
+
+TASKS = {
+    "gpt": ("megatron.training.tasks.gpt", "GPTTask"),
+    "bert": ("megatron.training.tasks.bert", "BertTask"),
+}
+"""By ``cfg.model_family``."""
+
+
+def task_of(cfg: PretrainConfig, tokenizer: Any = None) -> LanguageModelTask:
+    """The task of a run's settings."""
+    return task_class(cfg.model_family)(cfg, tokenizer)
+
+
+def task_class(model_family: str) -> type[LanguageModelTask]:
+    """The task of one program."""
+    module, name = TASKS[model_family]
+    return getattr(importlib.import_module(module), name)

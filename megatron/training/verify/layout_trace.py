@@ -29,39 +29,29 @@ from megatron.training.data.datasets import NumSamples
 from megatron.training.exits.conditions import ExitConditions
 from megatron.training.run import build_components
 from megatron.training.tasks.base import Task
+from megatron.training.tasks.language_model import LanguageModelTask
 from megatron.training.trainer import Trainer
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
 class SyntheticSamples:
-    """Random tokens with random loss masks, every sample a function of its index alone; some rows count nothing.
+    """Endless random samples of a task, every one a function of its index alone; some rows count nothing."""
 
-    With ``packed``, documents of random lengths stand side by side and attention stays inside each.
-    """
-
-    def __init__(self, length: int, seq_length: int, vocab_size: int, *, packed: bool = False) -> None:
-        self.length, self.seq_length, self.vocab_size, self.packed = length, seq_length, vocab_size, packed
+    def __init__(self, task: LanguageModelTask) -> None:
+        self.task = task
 
     def __len__(self) -> int:
-        return self.length
+        return 1 << 20
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        generator = np.random.default_rng(1000 + index)
-        tokens = generator.integers(0, self.vocab_size, self.seq_length + 1)
-        mask = (generator.random(self.seq_length) < 0.7).astype(np.float32)
+        sample = self.task.random_sample(np.random.default_rng(1000 + index))
         if index % 3 == 1:
-            mask[:] = 0.0
-        positions = np.arange(self.seq_length)
-        sample = {"tokens": tokens[:-1], "labels": tokens[1:], "loss_mask": mask, "position_ids": positions}
-        if self.packed:
-            cuts = np.sort(generator.choice(np.arange(1, self.seq_length), size=3, replace=False))
-            sample["cu_seqlens"] = [0, *map(int, cuts), self.seq_length]
-            sample["position_ids"] = np.concatenate([np.arange(part) for part in np.diff([0, *cuts, self.seq_length])])
+            sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
         return sample
 
 
-def with_synthetic_data(task_class: type[Task], vocab_size: int) -> type[Task]:
+def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) -> type[LanguageModelTask]:
     """``task_class`` on :class:`SyntheticSamples`; no tokenizer and no file is needed."""
 
     class OnSyntheticData(task_class):  # type: ignore[misc, valid-type]
@@ -70,9 +60,7 @@ def with_synthetic_data(task_class: type[Task], vocab_size: int) -> type[Task]:
             return vocab_size
 
         def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
-            cfg = self.cfg
-            data = SyntheticSamples(1 << 20, cfg.seq_length, vocab_size, packed=cfg.reset_attention_mask)
-            return data, None, None
+            return SyntheticSamples(self), None, None
 
     return OnSyntheticData
 
