@@ -194,9 +194,9 @@ def gradients_of(c: Settings, recipe: Recipe, run: Run, samples: list, first: in
     model = recipe.model(c, leaves, batch, routers, c.micro_batch_size, training=True)
     valid = torch.from_numpy(batch.loss_mask).sum(dim=1)
     count = valid.sum().item()
-    means = {name: total / size.clamp(min=1) for name, (total, size) in model.terms().items()}
-    objective = sum(means.values())
-    record = {name: mean.item() for name, mean in means.items()} | {"num_tokens": count}
+    terms = model.terms()
+    objective = sum(total / size.clamp(min=1) for total, size in terms.values())
+    record = {name: (total / size).item() for name, (total, size) in terms.items()} | {"num_tokens": count}
     for depth, (totals, tokens) in enumerate(model.later_losses, start=1):
         record[f"mtp_{depth} loss"] = (totals.sum() / tokens.sum()).item()
         mean = (totals / tokens.clamp(min=1) * valid).sum() / count

@@ -89,7 +89,7 @@ class BertTask(LanguageModelTask):
         dp = parallel_state.get_process_groups().dp
         if dp.size > 1:
             dist.all_reduce(tokens_and_pairs, group=dp.handle)
-        self.pair_weight = tokens_and_pairs[0] / tokens_and_pairs[1]
+        self.pair_weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # at least 1: as ``mean_factor``
         return iter(batches)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
