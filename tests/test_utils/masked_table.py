@@ -49,8 +49,8 @@ BERT = {
     "no-binary-head-in-fp32": ("--bert-no-binary-head --disable-bias-linear", "fp32"),
     "many-masks": "--mask-prob 0.6 --seq-length 44",
     "few-masks": "--mask-prob 0.04 --micro-batch-size 1 --seq-length 40 --eval-interval 3",
-    "batches-without-masks": "--global-batch-size 1 --micro-batch-size 1 --short-seq-prob 0.9 --mask-prob 0.1 --train-iters"
-                             f" 20 --seq-length 16 --eval-interval 5 {DROPOUT}",
+    "batches-without-masks": "--global-batch-size 1 --micro-batch-size 1 --short-seq-prob 0.9 --mask-prob 0.1"
+                             f" --train-iters 20 --seq-length 16 --eval-interval 5 {DROPOUT}",
     "windows": "--window-size 3,5 --window-attn-skip-freq [1,0] --init-method-std 0.3",
     "narrow-windows": f"--window-size 2,2 --num-layers 3 --window-attn-skip-freq 2 --init-method-std 0.2 {DROPOUT}",
     "modern": f"{MODERN} --swiglu --num-layers 3 --window-size 4,4 --window-attn-skip-freq [0,1,1] --rotary-base 1000"
