@@ -47,7 +47,9 @@ def mixture(net, x: Tensor, at: str) -> Tensor:
     if net.training:
         wanted = best(scores_of(c, logits), c.moe_router_topk)
         router.used, router.wanted = router.used + used.sum((0, 1)), router.wanted + wanted.sum((0, 1))
-        for name, term in side_losses(net, logits, router):
+        # a layer that is applied several times balances as much as one
+        times = c.mtp_num_layers if c.mtp_use_repeated_layer and at.startswith("mtp.") else 1
+        for name, term in side_losses(net, logits, router, times):
             net.side_losses.setdefault(name, []).append(term)
     y = sum(weights[..., e, None] * net.mlp(x, f"{at}.experts", e) for e in range(c.num_experts))
     if c.moe_shared_expert_intermediate_size:
@@ -129,7 +131,7 @@ def scores_of(c: Settings, logits: Tensor) -> Tensor:
     return scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
 
 
-def side_losses(net, logits: Tensor, router: Router):
+def side_losses(net, logits: Tensor, router: Router, times: int):
     """(name, (coefficient, mean)) of each loss of a layer: of micro-batches, or of sequences, weighted by how many of
     their tokens count in the main loss."""
     c, tokens = net.c, torch.from_numpy(net.batch.loss_mask).sum(dim=1)
@@ -144,7 +146,7 @@ def side_losses(net, logits: Tensor, router: Router):
             shares = router.shares if kind == "global_aux_loss" else None
             size = net.micro_batch_size if kind == "aux_loss" else 1
             term = mean(size, lambda part, shares=shares: imbalance(c, part, shares))
-            yield f"{PREFIX[kind]}load_balancing_loss", (coefficient, term)
+            yield f"{PREFIX[kind]}load_balancing_loss", (coefficient / times, term)
     if c.moe_z_loss_coeff:
         yield "z_loss", (c.moe_z_loss_coeff, mean(1, lambda part: part.logsumexp(dim=-1).square().mean()))
 

@@ -54,6 +54,7 @@ class Model:
         losses = self.cross_entropy(x, labels)
         for depth in range(c.mtp_num_layers or 0 if self.training else 0):
             tokens, labels, mask = (F.pad(each[:, 1:], (0, 1)) for each in (tokens, labels, mask))
+            depth = 0 if c.mtp_use_repeated_layer else depth  # the same layer, whatever it is applied to
             at = f"mtp.layers.{depth}"
             both = self.norm(self.embedding(tokens), f"{at}.enorm"), self.norm(x, f"{at}.hnorm")
             x, number = self.linear(torch.cat(both, dim=-1), f"{at}.eh_proj"), c.num_layers + depth + 1

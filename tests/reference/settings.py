@@ -43,7 +43,7 @@ EXPERTS = {
     "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": 1e-3, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None, "moe_expert_capacity_factor": None, "moe_token_drop_policy": "probs",
-    "mtp_num_layers": None, "mtp_loss_scaling_factor": 0.1,
+    "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_loss_scaling_factor": 0.1,
 }  # fmt: skip
 ENCODERS = {
     "bert_no_binary_head": False, "mask_prob": 0.15, "short_seq_prob": 0.1, "encoder_num_layers": None,

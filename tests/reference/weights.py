@@ -41,7 +41,7 @@ def initial_weights(c: Settings) -> Weights:
     for layer in range(c.num_layers):
         make.layer(f"decoder.layers.{layer}", has_experts(c, layer))
     make.norm("decoder.final_layernorm", c.hidden_size)
-    for depth in range(c.mtp_num_layers or 0):
+    for depth in range(min(c.mtp_num_layers or 0, 1 if c.mtp_use_repeated_layer else 64)):
         at = f"mtp.layers.{depth}"
         for part in ("enorm", "hnorm", "final_layernorm"):
             make.norm(f"{at}.{part}", c.hidden_size)

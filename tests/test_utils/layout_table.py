@@ -49,6 +49,7 @@ MODELS = {
         f"{DROPOUT} {UNTIED} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.5 --reset-position-ids"
         " --reset-attention-mask"
     ),
+    "mtp-repeated": f"{DROPOUT} --mtp-num-layers 3 --mtp-use-repeated-layer --mtp-loss-scaling-factor 0.9",
     "layers4": f"{DROPOUT} --num-layers 4",
     "deep": f"{DROPOUT} --num-layers 7",
     "deep-untied": f"{DROPOUT} {UNTIED} --num-layers 6",
@@ -313,6 +314,11 @@ MTP = {
     "mtp-recompute-tp2-sp": ("mtp", f"{TP2} {SP} {FULL} 1 --recompute-method uniform", 2),
     "mtp-fsdp2": ("mtp", f"--micro-batch-size 2 {FSDP}", 2),
     "mtp-chunks-pp2": ("mtp", f"{PP2} {CHUNKS}", 2),
+    "mtp-repeated-pp2-zero-bubble-dp2": ("mtp-repeated", f"{PP2} {ZB} {OVERLAP}", 4),
+    "mtp-repeated-recompute-zero2-tp2-sp": (
+        "mtp-repeated", f"{TP2} {SP} {GATHER} {FULL} 1 --recompute-method uniform", 4,
+    ),
+    "mtp-repeated-fsdp2": ("mtp-repeated", f"--micro-batch-size 2 {FSDP}", 2),
 }
 MORE_MODELS = {
     "yarn-tp2-sp": ("yarn", f"{TP2} {SP}", 2),
@@ -418,6 +424,7 @@ EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUIT
     "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp", "sinks-zero2-cp2", "sinks-pp2-vpp-recompute",
     "mtp-tp2", "mtp-cp2", "mtp-pp2", "mtp-pp2-untied", "mtp-pp2-packed-zero-bubble", "mtp-pp4-layout",
     "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2", "mtp-dp2-zero2", "mtp-pp2-vpp-zero2-gather",
+    "mtp-repeated-fsdp2",
     "sinks-cp2-a2a", "off-by-one-cp2-packed", "mla-tp2-sp", "mla-cp2", "mla-zero2-tp2", "mla-recompute-tp2-sp",
     "mla-tp2", "mla-tp2-sp-dropout", "mla-cp2-dropout", "mla-cp2-allgather", "mla-pp2", "mla-zero2-gather", "mla-fsdp2",
     "mla-cp2-tp2-sp", "gemma-2-pp2-tp2-sp-zero-bubble", "gemma-3-cp2-pp2", "olmo-2-cp2-tp2-zero",

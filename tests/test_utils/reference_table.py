@@ -201,6 +201,8 @@ AHEADS = {
     "more-tokens-ahead": f"{AHEAD} 2 {UNTIED} --disable-bias-linear --eod-mask-loss --micro-batch-size 2 --clip-grad"
                          " 0.5",
     "experts-ahead": f"{AHEAD} 2 --mtp-loss-scaling-factor 0.3 {EIGHT} --moe-aux-loss-coeff 0.2 --moe-layer-freq [0,1]",
+    "one-layer-for-all-tokens-ahead": f"{AHEAD} 3 --mtp-use-repeated-layer --mtp-loss-scaling-factor 0.6 {EIGHT}"
+                                      " --moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.05 --moe-layer-freq [0,1]",
     "deepseek": f"{DEEPSEEK} {AHEAD} 1 --rope-type yarn {STRETCHED} --mscale 0.7 --mscale-all-dim 1 --moe-layer-freq"
                 f" [0,1] {BALANCED} seq_aux_loss --moe-aux-loss-coeff 0.05",
 }  # fmt: skip

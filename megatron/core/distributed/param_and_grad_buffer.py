@@ -70,6 +70,9 @@ class Bucket:
         self.parameters = list(parameters)
         self.pending = len(self.parameters)
         """Gradients of the last micro-batch that are not ready."""
+        self.is_last = any(getattr(each, "has_several_gradients", False) for each in self.parameters)
+        """Whether it waits for the end of the backward pass: of a module that runs several times, recomputation and
+        delayed weight gradients announce a gradient each time."""
         self.started = False
         self._sum: AsyncHandle | None = None
         self._gather: AsyncHandle | None = None
@@ -192,11 +195,13 @@ class ParamAndGradBuffer:
         # Buckets start in their own order even when gradients come in another: ranks may run backward in different
         # orders (unused branches, experts without tokens), and collectives that start in different orders hang.
         arrived = self.bucket_of[parameter]
+        if arrived.is_last:
+            return
         if arrived.started or arrived.pending == 0:
             raise RuntimeError("a gradient came after its sum began: run all but the last micro-batch in no_sync()")
         arrived.pending -= 1
         for bucket in self.buckets:
-            if bucket.started:
+            if bucket.started or bucket.is_last:
                 continue
             if bucket.pending > 0:
                 return

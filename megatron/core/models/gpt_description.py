@@ -59,9 +59,10 @@ def describe_gpt(
     embedding, predictions = describe_embedding(config, word, positions, SETTINGS), []
     describe = layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
     for depth in range(config.mtp_num_layers or 0):
-        branches = describe(config, LayerPlace(config.num_layers + depth + 1, seq_length, rotary))
+        again = bool(depth) and config.mtp_use_repeated_layer
+        branches = describe(config, LayerPlace(config.num_layers + (0 if again else depth) + 1, seq_length, rotary))
         pieces = _prediction(config, branches, output, seq_length, embedding)
-        predictions += [each.under(f"mtp.layers.{depth}.") for each in pieces]
+        predictions += [replace(each, params=()) if again else each.under(f"mtp.layers.{depth}.") for each in pieces]
     return ModelDescription(embedding, tuple(layers), describe_head(config, output, seq_length), tuple(predictions))
 
 

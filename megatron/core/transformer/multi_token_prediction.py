@@ -4,8 +4,8 @@
 
 e are the model's own embeddings and h^0 what its output layer takes; that output layer serves every depth. Ids,
 positions, labels and loss mask are shifted by d places; what lies behind the end of a sequence, or of a packed
-document, is masked. The main loss is the sum over valid tokens, divided by their number in the global batch; to that
-sum is added
+document, is masked. With ``mtp_use_repeated_layer`` one layer, applied d times, serves every depth d. The main loss is
+the sum over valid tokens, divided by their number in the global batch; to that sum is added
 
     factor / D  sum_d sum_b (n_b / n^d_b) sum_i loss^d_bi
 
@@ -20,8 +20,9 @@ Legend: s sequence (local), b batch, h hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -156,25 +157,32 @@ class MultiTokenPredictionLayer(nn.Module):
 
 
 class MultiTokenPredictionBlock(nn.Module):
-    """All depths, one behind the other. Layers are numbered on behind those of the decoder."""
+    """All depths, one behind the other. Layers are numbered on behind those of the decoder; a repeated one keeps its
+    number, and with it its dropout masks, at every depth."""
 
     def __init__(
         self, config: TransformerConfig, spec: MultiTokenPredictionBlockSubmodules, *, groups: ProcessGroups
     ) -> None:
         super().__init__()
+        self.num_depths, repeats = len(spec.layer_specs), config.mtp_use_repeated_layer
+        if repeats:  # its routers attach their losses at every depth
+            shares = [coefficient / self.num_depths for coefficient in config.moe_aux_loss_coeff]
+            config = replace(config, moe_aux_loss_coeff=shares)
         self.layers = nn.ModuleList(
             build_module(each, config, layer_number=config.num_layers + depth, groups=groups)
-            for depth, each in enumerate(spec.layer_specs, start=1)
+            for depth, each in enumerate(spec.layer_specs[: 1 if repeats else None], start=1)
         )
-        self.factor = config.mtp_loss_scaling_factor / len(self.layers)
-        self.names = [f"mtp_{depth} loss" for depth in range(1, len(self.layers) + 1)]
+        for weight in self.parameters():
+            weight.has_several_gradients = len(self.layers) < self.num_depths  # type: ignore[attr-defined]
+        self.factor = config.mtp_loss_scaling_factor / self.num_depths
+        self.names = [f"mtp_{depth} loss" for depth in range(1, self.num_depths + 1)]
         self.statistics = StepStatistics("mtp", **dict.fromkeys(self.names, 2))
         self._counts = groups.tp.is_first  # the others have the same losses
 
     def forward(self, hidden_states: Tensor, embeddings: Sequence[Tensor], ctx: ForwardContext) -> list[Tensor]:
         """``embeddings`` [s, b, h] of the tokens of every depth -> what the output layer takes, for every depth."""
         found = []
-        for layer, each in zip(self.layers, embeddings, strict=True):
+        for layer, each in zip(cycle(self.layers), embeddings):
             hidden_states = layer(each, hidden_states, ctx)
             found.append(hidden_states)
         return found

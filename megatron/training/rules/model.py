@@ -27,6 +27,11 @@ def layers_of_your_own_are_found(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "spec", str(error).partition(": ")[2])
 
 
+def predictions_are_there_to_be_repeated(cfg: PretrainConfig) -> Problems:
+    if cfg.mtp_use_repeated_layer and cfg.mtp_num_layers is None:
+        yield problem(cfg, "mtp_use_repeated_layer", "repeats a layer that is not there", "--mtp-num-layers N")
+
+
 def heads_divide_the_width(cfg: PretrainConfig) -> Problems:
     hidden, heads = cfg.hidden_size, cfg.num_attention_heads
     if not hidden or not heads or heads < 1 or "kv_channels" in cfg.explicit or cfg.multi_latent_attention:

@@ -212,7 +212,7 @@ class GPTModel(LanguageModule):
         if self.mtp is None or labels is None or side_losses is None:
             return self.outputs(hidden_states, labels)
         tokens = shifted_tokens(
-            (input_ids, position_ids, labels), loss_mask, len(self.mtp.layers), self.groups.cp, packed_seq_params
+            (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, packed_seq_params
         )
         embeddings = [self.embedding(each.input_ids, each.position_ids, dropout) for each in tokens]
         later = self.mtp(hidden_states, embeddings, context)

@@ -156,6 +156,7 @@ SPECS = {
     "deepseek": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "swiglu": True, "normalization": "RMSNorm"},
     "fused-latents": {**LATENT, "q_lora_rank": 12, "qk_layernorm": True, "mla_down_proj_fusion": True},
     "mtp": {"swiglu": True, "mtp_num_layers": 2, "num_query_groups": 2},
+    "mtp-repeated": {"swiglu": True, "mtp_num_layers": 2, "mtp_use_repeated_layer": True},
     "gemma-2": {"geglu": True, "apply_layernorm_1p": True, "norm_placement": "sandwich", "attn_logit_softcapping": 50.0,
                 "final_logit_softcapping": 30.0, "apply_embedding_scaling": True, "kv_channels": 12},
     "olmo-2": {"swiglu": True, "norm_placement": "post", "normalization": "RMSNorm", "qk_layernorm": True,

@@ -79,6 +79,7 @@ def test_consistent_settings_pass(text):
         ("--num-attention-heads 5", "--hidden-size 64: is not a multiple of --num-attention-heads 5; nearest width"),
         ("--num-query-groups 2", "--num-query-groups 2: counts only with --group-query-attention; add that flag"),
         ("--group-query-attention --num-query-groups 3", "--num-query-groups 3: does not divide"),
+        ("--mtp-use-repeated-layer", "--mtp-use-repeated-layer: repeats a layer that is not there; --mtp-num-layers N"),
         ("--seq-length 64", "--max-position-embeddings 32: is smaller than --seq-length 64; give at least 64"),
         ("--no-position-embedding", "--no-position-embedding: contradicts learned positions"),
         ("--use-rope-scaling", "--use-rope-scaling: needs rotary positions; --position-embedding-type rope"),
