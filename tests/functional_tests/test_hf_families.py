@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers", reason="pip install transform
 
 from safetensors.torch import load_file  # noqa: E402
 
+from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.core.export.hf.registry import known_families  # noqa: E402
 
@@ -136,6 +137,17 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     assert not different
     tokens = text()[0]
     assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("name", sorted(known_families()))
+def test_a_key_that_is_missing_means_what_transformers_takes_for_it_or_is_refused(name):
+    family, config = known_families()[name], transformers.CONFIG_MAPPING[name]().to_dict()
+    settings, read = family.load_settings(config), {key for rule in family.config for key in rule.theirs}
+    for key in sorted(read & config.keys() - {"num_nextn_predict_layers"}):  # the files tell whether it counts
+        try:
+            assert family.load_settings({each: value for each, value in config.items() if each != key}) == settings, key
+        except UserError as error:
+            assert f"{key} is missing" in str(error) or key == "rope_parameters"
 
 
 def test_transformers_reads_our_layers_of_multi_token_prediction(tmp_path, monkeypatch):

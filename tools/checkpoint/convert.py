@@ -190,7 +190,7 @@ def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     settings = {**settings, **own_tokenizer(source, target.final / name)}
     run = [each for each in settings if each not in MODEL]
     objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
-    objects["args"] = json.loads(json.dumps(objects["args"], default=str))
+    objects["args"] = json.loads(json.dumps(objects["args"]))
     if wrong := malformed(objects, release=release):
         raise CheckpointError(f"cannot be continued from: {'; '.join(wrong)}; --no-optimizer takes the weights alone")
     save_native(source, target, name, objects, max_file_bytes=max_bytes)

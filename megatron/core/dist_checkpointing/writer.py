@@ -135,7 +135,7 @@ def write(
             manifest = _merge(written, dict(part.empty), top)
             fault("before_manifest")
             write_file(temporary / MANIFEST, encode(manifest))
-            fsync_directory(temporary)
+            fsync_path(temporary)
             fault("before_rename")
             _publish(temporary, final, fault)
             fault("after_rename")
@@ -214,7 +214,7 @@ class _RankWriter:
             entry, chunks = self._write_file(file_name, members)
             result["files"][file_name] = entry
             result["chunks"] += chunks
-        fsync_directory(self.directory)  # the names too, before the manifest speaks of them
+        fsync_path(self.directory)  # the names too, before the manifest speaks of them
         self.fault("shards_written")
         return result
 
@@ -307,7 +307,7 @@ def copy_asset(source: Path, target: Path) -> dict[str, int]:
     data = source.read_bytes()
     target.parent.mkdir(exist_ok=True)
     write_file(target, data)
-    fsync_directory(target.parent)
+    fsync_path(target.parent)
     return {"bytes": len(data), "crc32": zlib.crc32(data)}
 
 
@@ -319,15 +319,15 @@ def write_file_atomically(path: Path, data: bytes, fault: Fault = no_fault) -> N
         write_file(temporary, data)
         fault("before_tracker_rename")
         os.replace(temporary, path)
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def fsync_directory(directory: Path) -> None:
-    """Makes creations and renames in ``directory`` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Makes the bytes of a file, or creations and renames in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -343,7 +343,7 @@ def _publish(temporary: Path, final: Path, fault: Fault) -> None:
         fault("between_renames")
     # from this rename on the checkpoint exists; the tracker moves only after it is durable
     os.rename(temporary, final)
-    fsync_directory(final.parent)
+    fsync_path(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

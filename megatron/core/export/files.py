@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, MAX_HEADER_BYTES
-from megatron.core.dist_checkpointing.writer import fsync_directory, host_blocks, safetensors_header
+from megatron.core.dist_checkpointing.writer import fsync_path, host_blocks, safetensors_header
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import DTYPES
 
@@ -214,7 +214,7 @@ class Target:
             os.fsync(file.fileno())
             sizes = {"bytes": file.tell(), "header_bytes": len(header), "header_crc32": zlib.crc32(header)}
         entry = {**sizes, "tensors": blocks}
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
         self.done[name] = entry
         self._append([name, entry])
         return entry
@@ -223,11 +223,9 @@ class Target:
         """Gives the folder its final name."""
         self._check_final()
         for path in [*self.folder.rglob("*"), self.folder]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            fsync_path(path)
         os.rename(self.folder, self.final)
-        fsync_directory(self.final.parent)
+        fsync_path(self.final.parent)
         self._path.unlink()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
-from megatron.core.dist_checkpointing.writer import fsync_directory, write_file_atomically
+from megatron.core.dist_checkpointing.writer import fsync_path, write_file_atomically
 from megatron.training.checkpoint.files import (
     RELEASE,
     TRACKER,
@@ -165,8 +165,8 @@ def set_aside(folder: str, newer_than: int | None) -> None:
         target = _new_folder(parent)
         for name in names:
             os.rename(parent / name, target / name)
-        fsync_directory(target)
-        fsync_directory(parent)
+        fsync_path(target)
+        fsync_path(parent)
     except OSError as error:
         raise CheckpointError(f"{folder}: older checkpoints cannot be moved aside ({error.strerror})") from error
     start = "it starts over" if newer_than is None else f"it continued from iteration {newer_than}"

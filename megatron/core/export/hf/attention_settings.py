@@ -130,8 +130,14 @@ def _plain(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     return {}
 
 
+def _factor(stretch: dict[str, Any]) -> float:
+    if "factor" not in stretch:
+        raise refuse("rope_scaling", stretch, "without a factor")
+    return float(stretch.pop("factor"))
+
+
 def _linear(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
-    factor = stretch.pop("factor", 1.0)
+    factor = _factor(stretch)
     if factor != int(factor):
         raise refuse("rope_scaling factor", factor, "which cannot be represented: it must be a whole number")
     return {"rotary_seq_len_interpolation_factor": int(factor)}
@@ -141,7 +147,7 @@ def _llama3(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     for name, wanted in LLAMA3.items():
         if (value := stretch.pop(name, wanted)) != wanted:
             raise refuse(f"rope_scaling {name}", value, f"which cannot be represented: only {wanted} can")
-    return {"use_rope_scaling": True, "rope_scaling_factor": float(stretch.pop("factor", 8.0))}
+    return {"use_rope_scaling": True, "rope_scaling_factor": _factor(stretch)}
 
 
 def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
@@ -149,7 +155,7 @@ def _yarn(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
     if bool(weights[0]) != bool(weights[1]):
         raise refuse("rope_scaling mscale, mscale_all_dim", weights, "which only count together")
     return {
-        "rotary_scaling_factor": float(stretch.pop("factor", 1.0)),
+        "rotary_scaling_factor": _factor(stretch),
         "yarn_original_max_position_embeddings":
             stretch.pop("original_max_position_embeddings", None) or config["max_position_embeddings"],
         **{ours: stretch.pop(theirs, usual) for theirs, (ours, usual) in UNUSUAL_YARN.items()},

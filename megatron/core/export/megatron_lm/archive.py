@@ -83,13 +83,15 @@ def read_archive(path: Path, start: int = 0, length: int | None = None) -> Any:
 
 def _located(value: Any, path: Path, start: int, entries: dict[str, zipfile.ZipInfo]) -> Any:
     """``value`` with a :class:`LazyTensor` for every stored one; iterative, as nesting has no bound."""
-    seen: dict[int, Any] = {}
+    found: dict[int, LazyTensor] = {}
+    alive: list[Any] = []  # ids are only unique among the living
 
     def swap(item: Any) -> Any:
         if isinstance(item, StoredTensor):
-            if id(item) not in seen:
-                seen[id(item)] = _lazy(item, path, start, entries)
-            return seen[id(item)]
+            if id(item) not in found:
+                found[id(item)] = _lazy(item, path, start, entries)
+                alive.append(item)
+            return found[id(item)]
         if isinstance(item, tuple):  # may hold tensors: a list in its place can be filled later
             item = list(item)
         if isinstance(item, list | dict | Record):
@@ -104,7 +106,7 @@ def _located(value: Any, path: Path, start: int, entries: dict[str, zipfile.ZipI
         if id(item) in done:
             continue
         done.add(id(item))
-        seen[-id(item)] = item  # kept alive: ids are only unique among the living
+        alive.append(item)
         if isinstance(item, list):
             item[:] = [swap(each) for each in item]
         else:

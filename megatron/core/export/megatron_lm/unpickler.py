@@ -95,18 +95,14 @@ def _table(*args: Any) -> dict:
     return {_checked_key(key): value for key, value in (args[0] if args else ())}
 
 
-def _plain(kind: type) -> Callable[..., Any]:
-    return lambda *args: kind(*args[:1])
-
-
 _BUILT: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _table, "collections.defaultdict": lambda *_: {},
-    "builtins.set": _plain(tuple), "builtins.frozenset": _plain(tuple), "builtins.list": _plain(list),
-    "builtins.tuple": _plain(tuple), "builtins.complex": lambda *args: Record("builtins.complex", args),
+    "builtins.set": tuple, "builtins.frozenset": tuple, "builtins.list": list, "builtins.tuple": tuple,
+    "builtins.complex": lambda *args: Record("builtins.complex", args),
     "builtins.bytearray": lambda *args: args[0] if args and isinstance(args[0], bytes) else _encoded(*args),
     "builtins.bytes": lambda *args: args[0] if args else b"",
     "_codecs.encode": _encoded,
-    "torch.Size": _plain(tuple), "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch.Size": tuple, "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": lambda _function, _type, args, _state: _tensor(*args),
     "numpy._core.multiarray.scalar": _scalar, "numpy.core.multiarray.scalar": _scalar,

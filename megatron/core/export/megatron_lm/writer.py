@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.writer import fsync_directory, write_file
+from megatron.core.dist_checkpointing.writer import fsync_path, write_file
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.folders import TRACKER
 from megatron.core.export.megatron_lm.names import VOCABULARY, padded_size, their_name
@@ -86,7 +86,7 @@ def save_torch_dist(interchange: Interchange, folder: str | os.PathLike) -> None
     ):  # fmt: skip
         path.unlink(missing_ok=True)
         write_file(path, data)
-        fsync_directory(path.parent)
+        fsync_path(path.parent)
 
 
 def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metadata:

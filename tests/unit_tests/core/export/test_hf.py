@@ -53,6 +53,7 @@ def refused(folder, *words):
     message = str(caught.value)
     for word in (folder.name, *words):
         assert word in message, message
+    return message
 
 
 def test_a_tensor_that_is_missing_renamed_or_of_another_shape_is_named(tmp_path):
@@ -214,6 +215,8 @@ def test_another_architecture_and_an_unknown_family_list_those_that_there_are(tm
     ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("rope_type", "'longrope'", "llama3")),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ("rope_type", "'dynamic'")),
     ({"rope_scaling": {"type": "linear", "factor": 2.5}}, ("factor", "2.5")),
+    ({"rope_scaling": {"rope_type": "llama3"}}, ("rope_scaling", "without a factor")),
+    ({"rope_scaling": {"rope_type": "default", "factor": 1.5}}, ("1.5", "'default'")),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2.0}}, ("low_freq_factor", "2.0")),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "attention_factor": 2.0}}, ("attention_factor", "yarn")),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 8, "mscale": 2.0}}, ("mscale", "2.0")),
@@ -287,6 +290,20 @@ def test_files_that_go_along_and_ids_of_tokens_survive(tmp_path):
     assert all(torch.equal(value, random_weights(CONFIG)[name].bfloat16()) for name, value in stored.items())
 
 
+def test_a_folder_may_be_links_into_a_cache_as_the_hub_makes_it(tmp_path):
+    plain = {**CONFIG, "rope_scaling": {"type": "default", "factor": 1.0}}
+    cached = write(tmp_path / "blobs", random_weights(CONFIG), plain)
+    (tmp_path / "snapshot").mkdir()
+    for path in cached.iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert load_hf(tmp_path / "snapshot").tensors.keys() == load_hf(cached).tensors.keys()
+
+
+def test_of_many_problems_some_are_listed(tmp_path):
+    message = refused(write(tmp_path / "a", {"x.weight": torch.ones(2)}))
+    assert "(22 problems): model.embed_tokens.weight [53, 32] is missing; " in message and message.endswith("; …")
+
+
 def test_names_may_leave_out_the_base_as_files_of_gpt2_do(tmp_path):
     config = {"model_type": "gpt2", "vocab_size": 53, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
     weights = random_weights(config)
@@ -345,6 +362,25 @@ def test_a_read_holds_one_tensor_of_ours_at_a_time(tmp_path):
     model.tensors = {name: counting(lazy) for name, lazy in model.tensors.items()}
     save_hf(model, tmp_path / "b")
     assert rows == [1] * (2 * 4 * 3)
+
+
+def test_a_tensor_of_ours_is_read_once_for_all_of_theirs(tmp_path):
+    model = load_hf(write(tmp_path / "a", random_weights(CONFIG)))
+    reads = []
+
+    def counting(name, lazy):
+        return LazyTensor(lazy.shape, lazy.dtype, lambda: reads.append(name) or lazy.read())
+
+    model.tensors = {name: counting(name, lazy) for name, lazy in model.tensors.items()}
+    save_hf(model, tmp_path / "b")
+    assert sorted(reads) == sorted(model.tensors)
+
+
+def test_a_linear_stretch_is_written_as_transformers_wants_it():
+    family = known_families()["llama"]
+    settings = complete(family.load_settings({**CONFIG, "rope_scaling": {"type": "linear", "factor": 4}}))
+    factor = family.save_settings(settings)["rope_scaling"]["factor"]
+    assert isinstance(factor, float) and factor == settings["rotary_seq_len_interpolation_factor"] == 4
 
 
 def test_the_guide_lists_every_family():

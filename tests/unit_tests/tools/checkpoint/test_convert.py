@@ -14,6 +14,7 @@ from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.core.export.files import Target, read_safetensors
 from megatron.core.export.hf import load_hf
+from megatron.core.export.interchange import Interchange
 from megatron.core.export.native import load_native, load_safetensors, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from tests.test_utils.hf_folders import LLAMA, random_model, tiny_llama
@@ -71,6 +72,7 @@ def test_a_release_has_checksums_a_tracker_and_all_settings_of_the_model(folders
     args = reader.objects["args"]
     assert (args["num_layers"], args["swiglu"], args["position_embedding_type"]) == (2, True, "rope")
     assert args["vocab_size"] == 64 and args["untie_embeddings_and_output_weights"]
+    assert "num_layers" not in args["explicit"], "nobody gave it"
 
 
 def test_a_tokenizer_goes_along_and_settings_name_the_place_where_it_will_be(folders, tmp_path):
@@ -82,6 +84,14 @@ def test_a_tokenizer_goes_along_and_settings_name_the_place_where_it_will_be(fol
     assert args["tokenizer_model"] == str(native / "release" / "tokenizer")
     assert (native / "release" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert (converted(native, tmp_path / "again", "hf") / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_setting_names_the_file_of_the_tokenizer_that_goes_along(tmp_path):
+    assets = {name: tmp_path / name for name in ("tokenizer/vocab.json", "hf/merges.txt")}
+    named = {"vocab_file": "/old/vocab.json", "merge_file": "/old/merges.txt", "tokenizer_model": None}
+    assert convert.own_tokenizer(Interchange(named, {}, assets=assets), tmp_path) == {
+        "vocab_file": f"{tmp_path}/tokenizer/vocab.json", "merge_file": f"{tmp_path}/tokenizer",
+    }  # fmt: skip
 
 
 def test_files_are_of_bounded_size(folders, tmp_path):
@@ -100,7 +110,9 @@ def test_weights_can_be_cast_on_the_way(folders, tmp_path):
 def test_spellings_of_megatron_lms_tool_are_taken(folders, tmp_path, capsys):
     flags = ["--loader", "mcore", "--model-type", "GPT", "--target-tensor-parallel-size", "2"]
     converted(folders / "native", tmp_path / "out", "core", *flags, "--true-vocab-size", "64")
-    assert "--target-tensor-parallel-size: without effect" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "--target-tensor-parallel-size: without effect" in errors
+    assert f"{folders / 'native'}: format native, 15 tensors, 0.000 GB" in errors
     CheckpointReader(tmp_path / "out" / "release").verify()
 
 
@@ -119,6 +131,11 @@ def test_training_state_goes_along_and_is_left_out_where_asked(folders, tmp_path
     assert found.objects["train_state"] == state and found.tensors.keys() == model.tensors.keys()
     weights = converted(tmp_path / "state", tmp_path / "weights", "native", "--no-optimizer")
     assert not any(name.startswith("optimizer.") for name in CheckpointReader(weights / "release").names)
+    model.objects = {"iteration": 0, "more": 1}
+    with Target(tmp_path / "untrained") as target:
+        convert.write(model, cfg, "native", target, 0, 10**9)
+    again = CheckpointReader(converted(tmp_path / "untrained", tmp_path / "again", "native") / "release")
+    assert "more" not in again.objects and not any(name.startswith("optimizer.") for name in again.names)
     del model.tensors["optimizer.exp_avg.output_layer.weight"]
     with pytest.raises(UserError, match=r"optimizer\.exp_avg\.output_layer\.weight is missing, expected \[64, 32\]"):
         convert.completed(model, [], "hf", "model")
@@ -307,6 +324,30 @@ def test_another_conversion_to_the_same_place_starts_anew(folders, tmp_path, cap
     assert "were complete already" not in capsys.readouterr().err
     found = load_native(tmp_path / "out" / "release")
     assert {tensor.dtype for tensor in found.tensors.values()} == {torch.float32}
+
+
+def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folders / "safetensors", tmp_path / "in")
+    flags = ["--max-shard-size", "0.00001"]
+
+    def interrupted(progress, name, size):
+        progress.seen.add(name)
+        if len(progress.seen) > 8:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(formats.Progress, "count", interrupted)
+        converted(tmp_path / "in", tmp_path / "out", "safetensors", *flags)
+    changed = load_safetensors(tmp_path / "in")
+    tensors = {name: LazyTensor.of(tensor.read() + 1) for name, tensor in changed.tensors.items()}
+    shutil.rmtree(tmp_path / "in")
+    with Target(tmp_path / "in") as target:
+        save_safetensors(Interchange(changed.settings, tensors), target)
+        target.publish()
+    capsys.readouterr()
+    found = load_safetensors(converted(tmp_path / "in", tmp_path / "out", "safetensors", *flags))
+    assert "were complete already" not in capsys.readouterr().err
+    assert all(found.tensors[name].read().equal(tensor.read()) for name, tensor in tensors.items())
 
 
 def test_no_space_is_one_message_and_no_target(folders, tmp_path):

@@ -13,7 +13,7 @@ from megatron.core.export.files import Target
 from megatron.core.export.native import load_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from tests.test_utils.hf_folders import tiny_llama
-from tools.checkpoint import convert, inspect, verify
+from tools.checkpoint import convert, formats, inspect, verify
 
 ROOT = Path(__file__).resolve().parents[4]
 FINAL = "model.decoder.final_layernorm.weight"
@@ -51,6 +51,7 @@ def test_the_tree_shows_shapes_types_and_norms(native, capsys):
     assert inspect.main([str(native), "--norms"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"folder {native}  format native  tensors 15  parameters 22,688")
+    assert lines[1:4] == ["model", "  decoder", "    final_layernorm"]
     norm = load_native(native / "release").tensors[FINAL].read().norm().item()
     (line,) = [line for line in lines if f"norm {norm:.6g}" in line]
     assert line.split()[:3] == ["weight", "32", "F32"]
@@ -58,16 +59,26 @@ def test_the_tree_shows_shapes_types_and_norms(native, capsys):
     assert lines[at - 1].strip() == "decoder" and lines[at + 1] == line
 
 
+def test_the_largest_value_is_that_farthest_from_zero(native, tmp_path, capsys):
+    other = changed(native, tmp_path / "other", set_value(-9.0))
+    assert inspect.main([str(other), "--norms", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["names"][FINAL]
+    assert found["largest"] == 9.0 and 9.0 < found["norm"] < 12.0
+
+
 def test_json_holds_the_same(native, capsys):
     assert inspect.main([str(native), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    assert out.startswith('{\n  "folder"'), "a person may read it, too"
+    found = json.loads(out)
     assert found["names"][FINAL] == {"shape": [32], "dtype": "F32", "bytes": 128}
     assert found["settings"]["num_layers"] == 2 and found["parameters"] == 22688
 
 
 def test_two_formats_of_the_same_weights_are_equal(native, capsys):
     assert inspect.main([str(native), str(native.parent / "hf")]) == 0
-    assert "15 tensors are equal, 0 differ" in capsys.readouterr().out
+    found = capsys.readouterr()
+    assert "15 tensors are equal, 0 differ" in found.out and found.err.startswith("compared 0.000 GB in ")
 
 
 def test_what_differs_is_named_with_how_much(native, tmp_path, capsys):
@@ -78,6 +89,8 @@ def test_what_differs_is_named_with_how_much(native, tmp_path, capsys):
     assert found["differ"].keys() == {FINAL} and found["equal"] == 14
     assert found["differ"][FINAL]["elements"] == 1
     assert found["differ"][FINAL]["largest difference"] == pytest.approx(0.5)
+    norm = load_native(native / "release").tensors[FINAL].read().norm().item()
+    assert found["differ"][FINAL]["relative norm"] == pytest.approx(0.5 / norm)
     assert inspect.main([str(native), str(other), "--tolerance", "0.6"]) == 0
 
 
@@ -127,11 +140,17 @@ def test_a_missing_tensor_and_a_missing_file_are_damage(native, tmp_path, capsys
     assert "model_00000.safetensors is missing" in capsys.readouterr().out
 
 
-def test_the_tools_run_as_programs_beside_the_standard_librarys_inspect(native):
-    for tool in ("inspect", "verify"):
-        command = [sys.executable, str(ROOT / "tools" / "checkpoint" / f"{tool}.py"), str(native)]
-        result = subprocess.run(command, capture_output=True, text=True, cwd=native)
-        assert result.returncode == 0, result.stderr
-    command[-1] = str(native / "nothing")
-    result = subprocess.run(command, capture_output=True, text=True, cwd=native)
-    assert result.returncode == 1 and "Traceback" not in result.stderr and "there is no such folder" in result.stdout
+@pytest.mark.parametrize("command", ["inspect nothing", "verify nothing",
+                                     "convert --saver hf --load-dir nothing --save-dir out"])  # fmt: skip
+def test_the_tools_run_as_programs_beside_the_standard_librarys_inspect(tmp_path, command):
+    tool, *arguments = command.split()
+    program = [sys.executable, str(ROOT / "tools" / "checkpoint" / f"{tool}.py"), *arguments]
+    result = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert "nothing: there is no such folder" in result.stdout + result.stderr
+
+
+def test_flags_are_not_abbreviated():
+    """What a tool does not know is a flag of pretrain_gpt.py."""
+    _, rest = formats.parser("").parse_known_args(["--load", "x"])
+    assert rest == ["--load", "x"]

@@ -6,12 +6,13 @@ Files that ``transformers`` wrote lack them, whatever their config.json says.
 
 from typing import Any
 
+from megatron.core.config.errors import UserError
 from megatron.core.export.hf.attention_settings import Rope
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layer_settings import FIRST_DENSE
 from megatron.core.export.hf.layouts import Halves
-from megatron.core.export.hf.settings import Computed, Ignored, Ours, Same, Theirs, same
+from megatron.core.export.hf.settings import Computed, Ignored, Ours, Same, Table, Theirs, get, same
 
 SHARED = "model.layers.*.mlp.shared_experts"
 LATENTS = {
@@ -21,8 +22,15 @@ LATENTS = {
 }  # fmt: skip
 
 
-def _shared_width(config: Any) -> dict[str, Any]:
-    return {"moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"] or None}
+def _shared_width(config: Table) -> dict[str, Any]:
+    width = get(config, ("n_shared_experts",)) * get(config, ("moe_intermediate_size",))
+    return {"moe_shared_expert_intermediate_size": width or None}
+
+
+def _query_rank(config: Table) -> dict[str, Any]:
+    if "q_lora_rank" not in config:  # null says that there is no latent
+        raise UserError("config.json: q_lora_rank is missing")
+    return {"q_lora_rank": config["q_lora_rank"]}
 
 
 FAMILY = Family(
@@ -38,7 +46,7 @@ FAMILY = Family(
               v_head_dim="v_head_dim", num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
               moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor",
               moe_router_num_groups="n_group", moe_router_group_topk="topk_group"),
-        Same("q_lora_rank", "q_lora_rank", default=None),
+        Computed(("q_lora_rank",), ("q_lora_rank",), _query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
         Same("num_attention_heads", "num_key_value_heads"),
         Computed(
             ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _shared_width,

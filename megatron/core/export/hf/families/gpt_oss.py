@@ -31,7 +31,8 @@ class Interleaved(Layout):
 FAMILY = Family(
     "gpt_oss", "GptOssForCausalLM",
     config=(
-        *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False), Rope(150000.0),
+        *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False),
+        Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # where nothing is said it is YaRN there
         Window(128, every=2), Same("kv_channels", "head_dim", default=64),
         Ours({"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
               "moe_layer_freq": 1, "moe_router_pre_softmax": False}),

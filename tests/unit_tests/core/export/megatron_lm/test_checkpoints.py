@@ -16,6 +16,9 @@ from megatron.core.export.megatron_lm import (
     load_megatron_torch_dist,
     save_megatron_torch_dist,
 )
+from megatron.core.export.megatron_lm.model import objects_of
+from megatron.core.export.megatron_lm.names import find_place
+from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 HIDDEN, HEADS, GROUPS, WIDTH, LAYERS, VOCABULARY, PADDED = 16, 4, 2, 12, 4, 50, 64
@@ -218,6 +221,13 @@ def test_what_is_written_reads_back_and_stacks_layers(written, tmp_path):
         metadata = pickle.load(file)
     assert metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].size == (LAYERS, 2 * WIDTH, HIDDEN)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in metadata.state_dict_metadata
+    for module in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.core_attention", "self_attention.linear_proj"):
+        states = {f"decoder.layers.{module}._extra_state/shard_{layer}_{LAYERS}" for layer in range(LAYERS)}
+        assert {name for name in metadata.state_dict_metadata if f"{module}._extra_state" in name} == states
+    groups = torch.load(tmp_path / "iter_0000007/common.pt", weights_only=False)["optimizer"]["param_groups"]
+    each = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": 0.1,
+            "max_lr": 0.1, "min_lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "step": 7}  # fmt: skip
+    assert groups == [{**each, "wd_mult": mult, "weight_decay": 0.0} for mult in (1.0, 0.0)]
     stored = metadata.state_dict_metadata
     plain = {name: torch.empty(entry.size) for name, entry in stored.items() if hasattr(entry, "size")}
     dcp.load(plain, checkpoint_id=tmp_path / "iter_0000007", no_dist=True)
@@ -247,11 +257,42 @@ def test_a_vocabulary_is_padded_and_layers_that_differ_keep_their_numbers(tmp_pa
     assert loaded.tensors.keys() == model.keys()
     for name, tensor in model.items():
         assert torch.equal(loaded.tensors[name].read(), tensor.read()), name
+    del settings["make_vocab_size_divisible_by"]
+    save_megatron_torch_dist(Interchange(settings, model), tmp_path / "usual")
+    with open(tmp_path / "usual" / "release" / ".metadata", "rb") as file:
+        assert pickle.load(file).state_dict_metadata["embedding.word_embeddings.weight"].size == (128, HIDDEN)
+
+
+@pytest.mark.parametrize(("flags", "kept"), [
+    ({"fp16": True}, True), ({"fp16": True, "loss_scale": 64.0}, False), ({"bf16": True}, False), ({}, False),
+])  # fmt: skip
+def test_a_loss_scale_that_moves_comes_over(flags, kept):
+    scaler = {"scale": 8.0, "growth_tracker": LazyTensor.of(torch.tensor([3])), "hysteresis_tracker": 2}
+    state = {"args": Record("Namespace", (), {}), "optimizer": [{"grad_scaler": scaler}]}
+    objects = objects_of(state, flags, True)
+    wanted = {"scale": 8.0, "growth_tracker": 3, "hysteresis_tracker": 2} if kept else {}
+    assert objects["optimizer"] == {"step": 0, "grad_scaler": wanted}
+    assert objects["iteration"] == objects["train_state"]["iteration"] == 0
+
+
+def test_what_tensor_parallel_ranks_divide():
+    """Columns of what reads the residual stream, rows of what writes it; latents and norms are whole everywhere."""
+    attention, mlp = "decoder.layers.0.self_attention", "decoder.layers.0.mlp"
+    dims = {
+        **dict.fromkeys((f"{attention}.linear_{name}" for name in ("qkv", "q_proj", "q_up_proj", "kv_up_proj")), 0),
+        **dict.fromkeys((f"{attention}.linear_{name}" for name in ("q_down_proj", "kv_down_proj")), None),
+        f"{attention}.linear_proj": 1, f"{mlp}.linear_fc1": 0, f"{mlp}.linear_fc2": 1, f"{mlp}.router": None,
+        f"{mlp}.experts.experts.linear_fc1": 0, f"{mlp}.experts.experts.linear_fc2": 1,
+        f"{mlp}.shared_experts.linear_fc1": 0, f"{mlp}.shared_experts.linear_fc2": 1,
+        "embedding.word_embeddings": 0, "embedding.position_embeddings": None, "output_layer": 0,
+        "decoder.layers.0.input_layernorm": None, f"{attention}.q_layernorm": None, "mtp.layers.0.eh_proj": 0,
+    }  # fmt: skip
+    assert {name: find_place(f"{name}.weight").row.dim for name in dims} == dims
+    assert find_place(f"{attention}.core_attention.softmax_offset").row.dim == 0
+    assert [find_place(f"{mlp}.linear_fc{n}.bias").row.dim for n in (1, 2)] == [0, None]
 
 
 # ---- bad input
-
-
 
 
 @pytest.mark.parametrize(

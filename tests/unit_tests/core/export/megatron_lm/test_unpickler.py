@@ -100,7 +100,8 @@ def test_tensors_are_read_lazily_and_equal(tmp_path):
     whole = torch.arange(60.0).view(3, 4, 5)
     saved = {
         "whole": whole, "view": whole[1:, :, ::2], "turned": whole.transpose(0, 2), "bf16": whole.bfloat16(),
-        "scalar": torch.tensor(3), "empty": torch.empty(0, 3), "parameter": torch.nn.Parameter(whole[0]),
+        "scalar": torch.tensor(3), "empty": torch.empty(0, 3, dtype=torch.int32),
+        "parameter": torch.nn.Parameter(whole[0]),
         "nested": collections.OrderedDict(a=[(torch.ones(2, dtype=torch.int64), "text")]),
         "args": argparse.Namespace(lr=1.0, names=["a"]), "double": np.float64(2.5), "bytes": io.BytesIO(b"abc"),
         "random": np.random.get_state(), "dtype": torch.float16, "size": torch.Size([1, 2]),

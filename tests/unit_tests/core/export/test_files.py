@@ -1,0 +1,70 @@
+"""Files of conversions: what is durable when a folder appears, how tensors share files, plain safetensors."""
+
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.core.export.files import Target, in_files
+from megatron.core.export.interchange import Interchange
+from megatron.core.export.megatron_lm import save_megatron_torch_dist
+from megatron.core.export.native import load_safetensors
+from megatron.core.sharding.lazy_tensor import LazyTensor
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """Path -> size, of what was synced last."""
+    sizes, fsync = {}, os.fsync
+
+    def note(descriptor):
+        sizes[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    return sizes
+
+
+def test_all_that_a_target_publishes_was_synced_whole(tmp_path, synced):
+    with Target(tmp_path / "out", "a conversion") as target:
+        target.write("a/model.safetensors", {"x": LazyTensor.of(torch.ones(5))}, {})
+        assert synced[f"{target.folder}/a/model.safetensors"] == (target.folder / "a/model.safetensors").stat().st_size
+        assert synced[f"{target.folder}.journal"] > 100, "what is complete is known after a loss of power"
+        (target.folder / "other").write_text("by someone else")
+        before = len(os.listdir("/proc/self/fd"))
+        target.publish()
+        assert len(os.listdir("/proc/self/fd")) == before
+    assert {f"{target.folder}{name}" for name in ("", "/a", "/other", "/a/model.safetensors")} <= synced.keys()
+    assert str(tmp_path) in synced
+
+
+def test_files_of_megatron_lms_format_are_synced_whole(tmp_path, synced):
+    weights = {"model.embedding.word_embeddings.weight": LazyTensor.of(torch.ones(4, 2))}
+    save_megatron_torch_dist(Interchange({}, weights), tmp_path)
+    for path in (tmp_path / "release").iterdir():
+        assert synced[str(path)] == path.stat().st_size, path.name
+
+
+def test_tensors_share_files_up_to_the_bound_wide_elements_first():
+    tensors = {name: LazyTensor.of(torch.zeros(size, dtype=kind)) for name, size, kind in (
+        ("a", 1, torch.float32), ("b", 2, torch.bfloat16), ("c", 2, torch.bfloat16), ("d", 1, torch.float32),
+        ("e", 9, torch.uint8), ("f", 1, torch.uint8),
+    )}  # fmt: skip
+    assert [list(group) for group in in_files(tensors, 8)] == [["a", "b"], ["d", "c"], ["e"], ["f"]]
+    assert in_files({}, 8) == []
+
+
+def test_tensors_begin_where_a_mapping_can_take_them(tmp_path):
+    for length in range(8):
+        with Target(tmp_path / str(length)) as target:
+            entry = target.write("x.safetensors", {"x" * (length + 1): LazyTensor.of(torch.ones(2))}, {})
+        assert entry["header_bytes"] % 8 == 0 and entry["tensors"]["x" * (length + 1)][0] == entry["header_bytes"]
+
+
+def test_a_folder_of_plain_safetensors_is_all_of_its_files_or_those_of_its_index(tmp_path):
+    for name in "ab":
+        save_file({name: torch.ones(2)}, tmp_path / f"{name}.safetensors")
+    assert load_safetensors(tmp_path).tensors.keys() == {"a", "b"}
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    assert load_safetensors(tmp_path).tensors.keys() == {"a"}
