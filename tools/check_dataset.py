@@ -16,6 +16,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data.indexed_dataset import IndexedDataset, get_bin_path, resolve_prefix
+from megatron.data.sentence_map import LONG_SENTENCE, long_documents
 from megatron.data.sidecar import read_sidecar
 
 CHUNK_TOKENS = 1 << 24
@@ -77,6 +78,15 @@ def print_histogram(lengths: np.ndarray) -> None:
             print(f"    {name:>23} {count:>14,}  {'#' * max(1, round(40 * count / counts.max()))}")
 
 
+def print_sentences(data: IndexedDataset) -> None:
+    """How many sentences documents have, and how many of these BERT can use."""
+    bounds = np.asarray(data.document_indices)
+    counts, long = np.diff(bounds), long_documents(bounds, data.sequence_lengths)
+    print(f"  sentences  {counts.mean():.1f} per document, {data.sequence_lengths.mean():.1f} tokens each")
+    print(f"  pairs      from {int(((counts >= 2) & ~long).sum()):,} documents: {int((counts == 1).sum()):,} have one "
+          f"sentence, {int((long & (counts >= 2)).sum()):,} one of more than {LONG_SENTENCE} tokens")  # fmt: skip
+
+
 def check(path: str, vocab_size: int | None) -> None:
     """Print what ``path`` holds.
 
@@ -91,6 +101,8 @@ def check(path: str, vocab_size: int | None) -> None:
     print(prefix)
     print(f"  documents  {len(lengths):,} ({int((lengths == 0).sum()):,} empty), in {len(data):,} sequences")
     print(f"  tokens     {num_tokens:,} of type {np.dtype(data.index.dtype).name}")
+    if len(data) > len(lengths):
+        print_sentences(data)
     if sidecar is not None:
         print(f"  tokenizer  {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, sha256 {sidecar.fingerprint[:12]}")
     low, high, low_at, high_at = id_range(data, prefix)

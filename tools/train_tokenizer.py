@@ -3,6 +3,8 @@
     python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 8192 --output tokenizer
 
 writes tokenizer/tokenizer.json and tokenizer_config.json: id 0 is <|endoftext|>, then the 256 bytes, then the merges.
+With --kind wordpiece it writes tokenizer/vocab.txt for --tokenizer-type BertWordPieceLowerCase (BertWordPieceCase with
+--cased).
 """
 
 import argparse
@@ -16,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.core.datasets.preprocessing.inputs import find_inputs, part_bytes, parts_of
 from megatron.core.datasets.preprocessing.lines import rows_of
-from megatron.core.tokenizers.training import train_byte_level_bpe
+from megatron.core.tokenizers.training import train_byte_level_bpe, train_wordpiece
 
 MAX_LINE_BYTES = 64 << 20
 
@@ -41,16 +43,21 @@ def main() -> int:
     )
     parser.add_argument("--input", nargs="+", required=True, help="JSON lines or parquet: files, globs, folders")
     parser.add_argument("--json-keys", "--json_keys", nargs="+", default=["text"], help="keys to train on [text]")
-    parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257")
-    parser.add_argument("--output", required=True, help="folder for both files, made if need be")
+    parser.add_argument("--vocab-size", "--vocab_size", type=int, required=True, help="ids, at least 257 (bpe) or 64")
+    parser.add_argument("--output", required=True, help="folder for the files, made if need be")
+    parser.add_argument("--kind", choices=["bpe", "wordpiece"], default="bpe", help="GPT's kind or BERT's [bpe]")
+    parser.add_argument("--cased", action="store_true", help="with --kind wordpiece: keep upper case and accents")
     parser.add_argument("--max-bytes", "--max_bytes", type=int, help="train on about the first so many bytes of text")
     args = parser.parse_args()
     start = time.monotonic()
     try:
         os.makedirs(args.output, exist_ok=True)
-        path = os.path.join(args.output, "tokenizer.json")
-        texts = texts_of(args.input, args.json_keys, args.max_bytes)
-        size = train_byte_level_bpe(texts, args.vocab_size, path, asked_by="tools/train_tokenizer.py")
+        path = os.path.join(args.output, "tokenizer.json" if args.kind == "bpe" else "vocab.txt")
+        texts, name = texts_of(args.input, args.json_keys, args.max_bytes), "tools/train_tokenizer.py"
+        if args.kind == "bpe":
+            size = train_byte_level_bpe(texts, args.vocab_size, path, asked_by=name)
+        else:
+            size = train_wordpiece(texts, args.vocab_size, path, lower_case=not args.cased, asked_by=name)
     except (ValueError, OSError) as error:
         print(f"train_tokenizer.py: error: {error}", file=sys.stderr)
         return 1

@@ -37,7 +37,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SUFFIX = "_text_document"  # what tools/preprocess_data.py appends for the default json key
+# what tools/preprocess_data.py appends for the default json key, without and with --split-sentences
+DEFAULT_SUFFIXES = ("_text_document", "_text_sentence")
 
 
 class MissingDatasetError(IndexedDatasetError, FileNotFoundError):
@@ -214,23 +215,25 @@ class IndexedDataset:
 
 
 def resolve_prefix(path_prefix: str) -> str:
-    """The prefix to open for what a user gave as data path: itself, or with ``_text_document`` where that exists.
+    """The prefix to open for what a user gave as data path: itself, or with the first of ``DEFAULT_SUFFIXES`` that
+    exists.
 
     Raises:
         FileNotFoundError: neither exists; names what is near.
     """
     if IndexedDataset.exists(path_prefix):
         return path_prefix
-    suffixed = path_prefix + DEFAULT_SUFFIX
-    if IndexedDataset.exists(suffixed):
-        logger.info("no files %s.bin/.idx; using %s", path_prefix, suffixed)
-        return suffixed
+    for suffix in DEFAULT_SUFFIXES:
+        if IndexedDataset.exists(path_prefix + suffix):
+            logger.info("no files %s.bin/.idx; using %s", path_prefix, path_prefix + suffix)
+            return path_prefix + suffix
     found = glob.glob(glob.escape(os.path.dirname(path_prefix) or ".") + "/*.idx")
     near = difflib.get_close_matches(
         path_prefix, [name.removesuffix(".idx").removeprefix("./") for name in found], n=3, cutoff=0.7
     )
     hint = f" Near by: {', '.join(near)}." if near else ""
     raise MissingDatasetError(
-        f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor {suffixed}.bin/.idx exist as a pair.{hint} "
+        f"no data set at {path_prefix}: neither {path_prefix}.bin/.idx nor these with {' or '.join(DEFAULT_SUFFIXES)} "
+        f"behind the name exist as a pair.{hint} "
         "A data path is what tools/preprocess_data.py printed, without .bin or .idx."
     )

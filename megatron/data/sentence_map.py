@@ -105,6 +105,12 @@ def build_blocks_mapping(
     return rows
 
 
+def long_documents(bounds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """bool[documents]: has a sentence of more than ``LONG_SENTENCE`` tokens."""
+    before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
+    return before[bounds[1:]] > before[bounds[:-1]]
+
+
 def no_samples_reason(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> str:
     """Why none of the documents gives a sample, counted."""
     counts = np.diff(bounds)

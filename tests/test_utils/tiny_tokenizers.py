@@ -20,7 +20,7 @@ def flags(tokenizer_type, **values):
         "vocab_file": None,
         "merge_file": None,
         "vocab_size": None,
-        "vocab_extra_ids": 0,
+        "vocab_extra_ids": None,
         "tokenizer_special_tokens": None,
         "tiktoken_pattern": None,
         "tiktoken_num_special_tokens": 1000,

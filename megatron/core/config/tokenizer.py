@@ -38,8 +38,9 @@ class TokenizerConfig:
     pad_vocab_size: bool = flag("--no-pad-vocab-size", "--disable-pad-vocab-size", default=True)
     """Do not pad the vocabulary."""
 
-    vocab_extra_ids: Annotated[int, Range(0, 2**31 - 1)] = 0
-    """Sentinel tokens added for T5's masked spans."""
+    vocab_extra_ids: Annotated[int, Range(0, 2**31 - 1)] | None = None
+    """Sentinel tokens (extra_id_0 and so on) for T5's masked spans, behind the tokenizer's own vocabulary; those that it has
+    are not added again. Default: 100 with BertWordPieceCase, as in Megatron-LM, else none."""
 
     tokenizer_special_tokens: list[str] | None = None
     """Special tokens to add."""

@@ -107,7 +107,14 @@ class GPTDataset(MegatronDataset):
             raise UserError(
                 "no data: give --data-path (or another source of data), or --mock-data for synthetic samples"
             )
-        return IndexedDataset(resolve_prefix(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
+        source = IndexedDataset(resolve_prefix(dataset_path), multimodal=False, mmap=config.mmap_bin_files)
+        documents = len(source.document_indices) - 1
+        if documents < len(source):
+            raise UserError(
+                f"{source.path_prefix} holds sentences, {len(source)} of {documents} documents, which would be joined "
+                "in random order: for GPT make the data with tools/preprocess_data.py without --split-sentences"
+            )
+        return source
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1

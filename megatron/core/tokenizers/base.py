@@ -11,6 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ class Tokenizer(ABC):
         """The ids of each text as an integer array: the fast path of preprocessing."""
         return [np.asarray(self.tokenize(text), dtype=np.uint32) for text in texts]
 
+    def tokenize_sentences(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        """As ``tokenize_batch``, with or without this tokenizer's special tokens around each text, [CLS] ... [SEP] say.
+
+        Raises:
+            ValueError: ``special_tokens`` of a tokenizer that puts none around a text.
+        """
+        if special_tokens:
+            raise UserError(f"--sentence-special-tokens: {self.tokenizer_type} puts none around a text; leave it out")
+        return self.tokenize_batch(texts)
+
     @property
     def vocab(self) -> dict[str, int]:
         """Token to id."""
@@ -76,13 +87,7 @@ class Tokenizer(ABC):
     def additional_special_tokens_ids(self) -> list[int]:
         """T5's sentinels, in order; empty where there are none."""
         vocab = self.vocab
-        names = (f"<extra_id_{index}>" for index in range(len(vocab)))
-        found: list[int] = []
-        for name in names:
-            if name not in vocab:
-                break
-            found.append(vocab[name])
-        return found
+        return [vocab[name] for name in takewhile(vocab.__contains__, sentinel_names(len(vocab)))]
 
     eod = _role("eod", "End of document.")
     bos = _role("bos", "Beginning of sequence.")
@@ -96,6 +101,11 @@ class Tokenizer(ABC):
     def unique_identifiers(self) -> OrderedDict[str, object]:
         """Equal for tokenizers that give equal ids; part of the key of index caches."""
         return OrderedDict(tokenizer_type=self.tokenizer_type, fingerprint=self.fingerprint, vocab_size=self.vocab_size)
+
+
+def sentinel_names(count: int) -> list[str]:
+    """T5's names of ``count`` sentinels."""
+    return [f"<extra_id_{index}>" for index in range(count)]
 
 
 def fingerprint_of(parts: Iterable[bytes], options: Mapping[str, object]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig, TokenizerType
-from megatron.core.tokenizers.base import Tokenizer
+from megatron.core.tokenizers.base import Tokenizer, sentinel_names
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
@@ -25,18 +25,26 @@ def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
     """
     kind = cfg.tokenizer_type
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        return build_bert_wordpiece(cfg.vocab_file, kind == "BertWordPieceLowerCase", cfg.vocab_extra_ids)
+        lower_case, special_tokens = kind == "BertWordPieceLowerCase", cfg.tokenizer_special_tokens
+        return build_bert_wordpiece(cfg.vocab_file, lower_case, cfg.vocab_extra_ids, special_tokens)
+    extra_ids = cfg.vocab_extra_ids or 0
     if kind == "GPT2BPETokenizer":
-        return build_gpt2_bpe(cfg.vocab_file, cfg.merge_file, cfg.tokenizer_special_tokens)
+        special_tokens = [*(cfg.tokenizer_special_tokens or []), *sentinel_names(extra_ids)]
+        return build_gpt2_bpe(cfg.vocab_file, cfg.merge_file, special_tokens)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
-        legacy = cfg.tokenizer_sentencepiece_legacy or (kind == "SentencePieceTokenizer" and cfg.vocab_extra_ids > 0)
+        legacy = cfg.tokenizer_sentencepiece_legacy or (kind == "SentencePieceTokenizer" and extra_ids > 0)
         return SentencePieceTokenizer(
-            kind, cfg.tokenizer_model, legacy=legacy, extra_ids=cfg.vocab_extra_ids,
+            kind, cfg.tokenizer_model, legacy=legacy, extra_ids=extra_ids,
             special_tokens=cfg.tokenizer_special_tokens,
         )  # fmt: skip
     if kind == "HuggingFaceTokenizer":
         include = not cfg.tokenizer_hf_no_include_special_tokens
-        return build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include)
+        return build_huggingface(cfg.tokenizer_model, cfg.tokenizer_special_tokens, include, extra_ids)
+    if extra_ids:
+        raise UserError(
+            f"--vocab-extra-ids {extra_ids}: --tokenizer-type {kind} takes no sentinels; leave it out, or use one of "
+            "BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer, HuggingFaceTokenizer"
+        )
     if kind == "TikTokenizer":
         return TikTokenizer(
             cfg.tokenizer_model, pattern=cfg.tiktoken_pattern, vocab_size=cfg.vocab_size,

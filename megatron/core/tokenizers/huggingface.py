@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.config.errors import UserError
-from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
+from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file, sentinel_names
 from megatron.core.tokenizers.fast_bpe import FastByteLevelBPE, build_fast_bpe
 from megatron.core.tokenizers.libraries import require
 
@@ -37,7 +37,7 @@ class BackendTokenizer(Tokenizer):
         self._include_special_tokens = include_special_tokens
         self._vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self._fast: FastByteLevelBPE | None = None
-        self._prefix, self._suffix = _ids_around_text(backend) if include_special_tokens else ([], [])
+        self._around = _ids_around_text(backend) if include_special_tokens else None
         _refuse_shared_ids(f"the {tokenizer_type}", self._vocab)
         super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint)
 
@@ -58,32 +58,43 @@ class BackendTokenizer(Tokenizer):
         return self.tokenize_batch([text])[0].tolist()
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return self.tokenize_sentences(texts, self._include_special_tokens)
+
+    def tokenize_sentences(self, texts: Sequence[str], special_tokens: bool) -> list[np.ndarray]:
+        if special_tokens and self._around is None:
+            self._around = _ids_around_text(self._backend)
+            if self._around == ([], []):
+                return super().tokenize_sentences(texts, special_tokens)  # raises
         arrays: list[np.ndarray | None] = [None] * len(texts)
         if self._fast is not None:
             arrays = [self._fast.encode(text) for text in texts]
-            if self._prefix or self._suffix:
-                arrays = [array if array is None else self._surround(array) for array in arrays]
+            if special_tokens:
+                assert self._around is not None
+                before, behind = self._around
+                arrays = [None if ids is None else np.concatenate([before, ids, behind]) for ids in arrays]
         rest = [index for index, array in enumerate(arrays) if array is None]
         if rest:
             for index in rest:
                 check_text(texts[index])
             encode = self._backend.encode_batch_fast
-            encodings = encode([texts[index] for index in rest], add_special_tokens=self._include_special_tokens)
+            encodings = encode([texts[index] for index in rest], add_special_tokens=special_tokens)
             for index, encoding in zip(rest, encodings):
                 arrays[index] = np.asarray(encoding.ids, dtype=np.uint32)
         return [array for array in arrays if array is not None]
-
-    def _surround(self, ids: np.ndarray) -> np.ndarray:
-        return np.concatenate([self._prefix, ids, self._suffix]).astype(np.uint32)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         return self._backend.decode([int(index) for index in ids], skip_special_tokens=False)
 
 
 def build_huggingface(
-    path: str | None, special_tokens: Sequence[str] | None = None, include_special_tokens: bool = True
+    path: str | None,
+    special_tokens: Sequence[str] | None = None,
+    include_special_tokens: bool = True,
+    extra_ids: int = 0,
 ) -> BackendTokenizer:
     """--tokenizer-type HuggingFaceTokenizer from a tokenizer.json, or from a folder that holds one.
+
+    Of the ``extra_ids`` sentinels those that it lacks are added; T5's own have their ids.
 
     Raises:
         ValueError: a name instead of a path, no tokenizer.json, code in the folder, a broken file, no end of document.
@@ -104,8 +115,10 @@ def build_huggingface(
                 f"--tokenizer-model {file}: the added token {added['content']!r} claims id {added['id']}, which is not "
                 f"the id it gets ({backend.token_to_id(added['content'])}); repair the file's added_tokens"
             )
+    lacking = [name for name in sentinel_names(extra_ids) if backend.token_to_id(name) is None]
+    special_tokens = [*(special_tokens or []), *lacking]
     if special_tokens:
-        backend.add_special_tokens(list(special_tokens))
+        backend.add_special_tokens(special_tokens)
         definition = json.loads(backend.to_str())
     special_ids = _special_ids(file.parent, backend)
     if "eod" not in special_ids:
@@ -114,7 +127,7 @@ def build_huggingface(
             f"special_tokens_map.json for eos_token, then for {', '.join(EOD_NAMES)}); put a tokenizer_config.json "
             'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
         )
-    options = {"type": "huggingface", "special_tokens": list(special_tokens or []), "include": include_special_tokens}
+    options = {"type": "huggingface", "special_tokens": special_tokens, "include": include_special_tokens}
     fingerprint = fingerprint_of([raw], options)
     tokenizer = BackendTokenizer("HuggingFaceTokenizer", backend, special_ids, fingerprint, include_special_tokens)
     tokenizer.accelerate(definition)
@@ -158,10 +171,13 @@ def build_gpt2_bpe(
     return tokenizer
 
 
-def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: int = 0) -> BackendTokenizer:
+def build_bert_wordpiece(
+    vocab_file: str | None, lower_case: bool, extra_ids: int | None = None, special_tokens: Sequence[str] | None = None
+) -> BackendTokenizer:
     """--tokenizer-type BertWordPieceLowerCase or BertWordPieceCase from vocab.txt.
 
-    With ``extra_ids`` (--vocab-extra-ids, for T5) [BOS], [EOS] and ``<extra_id_0>`` ... follow the file's own tokens.
+    ``special_tokens`` and ``extra_ids`` sentinels (--vocab-extra-ids; None: Megatron-LM's number, 100 with case and
+    none without) follow the file's own tokens. Where these have no [BOS] and [EOS], [CLS] and [SEP] stand for them.
 
     Raises:
         ValueError: the file is missing, repeats a token, or lacks [CLS], [SEP], [PAD], [MASK] or [UNK].
@@ -183,15 +199,17 @@ def build_bert_wordpiece(vocab_file: str | None, lower_case: bool, extra_ids: in
     backend.normalizer = library.normalizers.BertNormalizer(lowercase=lower_case)
     backend.pre_tokenizer = library.pre_tokenizers.BertPreTokenizer()
     backend.decoder = library.decoders.WordPiece()
-    specials = ["[CLS]", "[SEP]", "[PAD]", "[MASK]", "[UNK]"]
-    if extra_ids:
-        specials += ["[BOS]", "[EOS]", *(f"<extra_id_{index}>" for index in range(extra_ids))]
-    backend.add_special_tokens(specials)
-    roles = ("cls", "sep", "pad", "mask", "unk", "bos", "eos")
-    ids = {role: backend.token_to_id(f"[{role.upper()}]") for role in roles}
-    special_ids = {role: index for role, index in ids.items() if index is not None}
-    special_ids["eod"] = special_ids.get("eos", special_ids["sep"])
-    return BackendTokenizer(kind, backend, special_ids, fingerprint_of([raw], {"type": kind, "extra_ids": extra_ids}))
+    if extra_ids is None:
+        extra_ids = 0 if lower_case else 100
+    added = [*(special_tokens or []), *sentinel_names(extra_ids)]
+    special_ids = {role: vocab[f"[{role.upper()}]"] for role in ("cls", "sep", "pad", "mask", "unk")}
+    backend.add_special_tokens([*(f"[{role.upper()}]" for role in special_ids), *added])
+    special_ids |= {"bos": vocab.get("[BOS]", vocab["[CLS]"]), "eos": vocab.get("[EOS]", vocab["[SEP]"])}
+    special_ids["eod"] = special_ids["eos"]
+    around = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
+    backend.post_processor = library.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
+    options = {"type": kind, "extra_ids": extra_ids} | ({"special_tokens": special_tokens} if special_tokens else {})
+    return BackendTokenizer(kind, backend, special_ids, fingerprint_of([raw], options))
 
 
 def _locate(path: str | None) -> Path:
@@ -261,6 +279,9 @@ def _special_ids(folder: Path, backend: Any) -> dict[str, int]:
         indices = [index for index in map(backend.token_to_id, names) if index is not None]
         if indices:
             found.setdefault(role, indices[0])
+    if "sep" in found:  # of BERT
+        found.setdefault("bos", found["cls"] if "cls" in found else found["sep"])
+        found.setdefault("eos", found["sep"])
     if "eos" in found:
         found["eod"] = found["eos"]
     return found

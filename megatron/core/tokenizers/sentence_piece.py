@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from megatron.core.config.errors import UserError
-from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file
+from megatron.core.tokenizers.base import Tokenizer, check_text, fingerprint_of, read_tokenizer_file, sentinel_names
 from megatron.core.tokenizers.libraries import require
 
 
@@ -39,10 +39,8 @@ class SentencePieceTokenizer(Tokenizer):
             special_ids.update({r: self._add(f"<{r.upper()}>") for r in ("pad", "bos", "eos") if r not in special_ids})
         elif "eos" in special_ids:
             special_ids["eod"] = special_ids["eos"]
-        for token in special_tokens or ():
+        for token in (*(special_tokens or ()), *sentinel_names(extra_ids)):
             self._add(token)
-        for index in range(extra_ids):
-            self._add(f"<extra_id_{index}>")
         if "eod" not in special_ids:
             raise UserError(
                 f"--tokenizer-model {model} has no end-of-sequence piece, which ends documents; "

@@ -68,7 +68,7 @@ ROWS = [
     Probe("--merge-file {small_merges}", ask(lambda tokenizer: len(ids(tokenizer)) > 20), True, without=WITHOUT,
           base=f"{GPT2} --vocab-file {{vocab}} --merge-file {{merges}}"),
     Probe("--vocab-extra-ids 3", ask(lambda tokenizer: tokenizer.vocab.get("<extra_id_2>") is not None), True,
-          base="--tokenizer-type BertWordPieceCase --vocab-file {bert}", without=WITHOUT),
+          base="--tokenizer-type BertWordPieceLowerCase --vocab-file {bert}", without=WITHOUT),
     Probe("--tokenizer-special-tokens '<pad2>'", ask(lambda tokenizer: pieces(tokenizer).count("<pad2>")), 1, base=BPE,
           without=WITHOUT),
     Probe("--tiktoken-pattern v1", ask(lambda tokenizer: "oX" in pieces(tokenizer)), True, base=TIK, without=WITHOUT),

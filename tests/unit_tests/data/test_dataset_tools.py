@@ -104,6 +104,21 @@ def test_check_prints_what_is_there(tmp_path):
         assert text in result.stdout
 
 
+def test_check_says_what_bert_can_use_of_sentences(tmp_path):
+    with IndexedDatasetBuilder(str(tmp_path / "x_text_sentence.bin"), dtype=np.uint16) as builder:
+        for lengths in ([3, 5], [4], [1, 513, 1], [2, 2, 2]):
+            builder.add_document(np.arange(sum(lengths)), lengths)
+        builder.finalize(str(tmp_path / "x_text_sentence.idx"))
+    result = run("check_dataset.py", tmp_path / "x")
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "documents  4 (0 empty), in 9 sequences",
+        "sentences  2.2 per document, 59.2 tokens each",
+        "pairs      from 2 documents: 1 have one sentence, 1 one of more than 512 tokens",
+    ):
+        assert text in result.stdout
+
+
 @pytest.mark.parametrize(
     "documents, dtype, place", [([[1], [2, 900]], np.uint16, "token id 900 in document 1 at token 1")]
 )

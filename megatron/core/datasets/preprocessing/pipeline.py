@@ -98,6 +98,8 @@ def preprocess(cfg: PreprocessConfig, tokenizer_cfg: Any, build: TokenizerBuilde
     tokenizer = build(tokenizer_cfg)
     if cfg.append_eod:
         tokenizer.eod  # noqa: B018 (raises here, once, where it is missing)
+    if cfg.sentence_special_tokens:
+        tokenizer.tokenize_sentences(["a"], True)  # likewise
     splitter = make_splitter(cfg.lang, cfg.keep_newlines)[1] if cfg.split_sentences else ""
     if splitter:
         logger.info("sentences are split by %s", splitter)
@@ -151,7 +153,7 @@ def _plan(cfg: PreprocessConfig, files: list[InputFile], tokenizer: Tokenizer, s
         "tokenizer": tokenizer.fingerprint,
         "json_keys": cfg.json_keys,
         "append_eod": cfg.append_eod,
-        "sentences": [splitter, cfg.lang, cfg.keep_newlines] if cfg.split_sentences else None,
+        "sentences": [splitter, cfg.lang, cfg.keep_newlines, cfg.sentence_special_tokens] if splitter else None,
         "max_line_bytes": cfg.max_line_bytes,
     }
 

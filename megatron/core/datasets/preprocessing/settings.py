@@ -25,6 +25,10 @@ class PreprocessConfig:
     keep_newlines: bool = False
     """With --split-sentences: keep the line breaks between sentences."""
 
+    sentence_special_tokens: bool = False
+    """With --split-sentences: put the tokenizer's special tokens around every sentence ([CLS] ... [SEP] of BERT), as
+    Megatron-LM does since its tokenizers were unified; samples then hold them inside, too."""
+
     append_eod: bool = False
     """End every document with the tokenizer's end-of-document id."""
 
@@ -88,6 +92,8 @@ class PreprocessConfig:
             found.append(f"--workers-to-check {self.workers_to_check}: needs numbers of at least 1")
         if self.max_bad_lines is not None and self.max_bad_lines < 0:
             found.append(f"--max-bad-lines {self.max_bad_lines}: must be at least 0")
+        if self.sentence_special_tokens and not self.split_sentences:
+            found.append("--sentence-special-tokens has no meaning without --split-sentences; add that flag")
         if len(set(self.json_keys)) != len(self.json_keys):
             found.append(f"--json-keys {' '.join(self.json_keys)}: names a key twice")
         found += [

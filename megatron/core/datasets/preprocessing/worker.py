@@ -173,7 +173,8 @@ class Worker:
     ) -> int:
         """One sequence a sentence; sentences and documents without tokens are left out."""
         sentences = [split(text) for text in texts]
-        arrays = iter(self.tokenizer.tokenize_batch([sentence for document in sentences for sentence in document]))
+        everything = [sentence for document in sentences for sentence in document]
+        arrays = iter(self.tokenizer.tokenize_sentences(everything, self.cfg.sentence_special_tokens))
         added = 0
         for document in sentences:
             kept = [array for array in (next(arrays) for _ in document) if array.size]

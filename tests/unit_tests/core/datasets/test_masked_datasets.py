@@ -10,6 +10,7 @@ import pytest
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.data import helpers, index_cache
@@ -205,6 +206,12 @@ def test_documents_where_sentences_were_expected_are_refused(tmp_path, caplog):
     caplog.clear()
     assert len(train("t5", prefix, 10)) == 30
     assert "takes the first 46 tokens" in caplog.text
+
+
+def test_sentences_where_documents_were_expected_are_refused(prefix):
+    options = {"random_seed": 1, "sequence_length": 8, "blend": ([prefix], None), "tokenizer": WordPieces()}
+    with pytest.raises(UserError, match="holds sentences, 92 of 30 documents.*without --split-sentences"):
+        BlendedMegatronDatasetBuilder(GPTDataset, (1, 0, 0), lambda: True, GPTDatasetConfig(**options)).build()
 
 
 def test_documents_with_a_long_sentence_are_counted_in_the_refusal(tmp_path):

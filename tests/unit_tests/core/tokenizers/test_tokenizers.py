@@ -10,7 +10,7 @@ import pytest
 
 from megatron.core.tokenizers import MegatronTokenizer, build_tokenizer
 from megatron.core.tokenizers.libraries import require
-from megatron.core.tokenizers.training import train_byte_level_bpe
+from megatron.core.tokenizers.training import train_byte_level_bpe, train_wordpiece
 from tests.test_utils.tiny_tokenizers import (
     bert_vocab,
     byte_level_bpe,
@@ -110,7 +110,88 @@ def test_bert_ids_and_extra_ids(tokenizers):
     assert lower.tokenize("The quick foxes jumps.") == [5, 6, 7, 8, 9, 10, 12]
     assert cased.tokenize("The quick")[0] == 11
     assert (lower.cls, lower.sep, lower.mask, lower.pad, lower.eod, lower.vocab_size) == (2, 3, 4, 0, 3, 14)
-    assert cased.additional_special_tokens_ids == [16, 17, 18] and cased.eod == 15
+    assert cased.additional_special_tokens_ids == [14, 15, 16] and lower.additional_special_tokens_ids == []
+    for tokenizer in (lower, cased):
+        assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (tokenizer.cls, tokenizer.sep, tokenizer.sep)
+
+
+def test_sentinels_of_word_piece(tmp_path):
+    """As in Megatron-LM: 100 with case, without only what is asked for; special tokens first."""
+    file = bert_vocab(tmp_path / "vocab.txt")
+    sizes = {None: 114, 0: 14, 7: 21}
+    for given, size in sizes.items():
+        assert build_tokenizer(flags("BertWordPieceCase", vocab_file=file, vocab_extra_ids=given)).vocab_size == size
+    lower = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=file, vocab_extra_ids=2,
+                                  tokenizer_special_tokens=["<S>"]))  # fmt: skip
+    assert lower.tokenize("the <S> <extra_id_1> <extra_id_2>")[:3] == [5, 14, 16]
+    assert lower.additional_special_tokens_ids == [15, 16]
+    plain = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=file, vocab_extra_ids=2))
+    assert lower.fingerprint != plain.fingerprint
+    ends = write(tmp_path / "ends.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n[BOS]\n[EOS]\n")
+    tokenizer = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=ends))
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (5, 6, 6)
+
+
+def test_sentinels_that_a_tokenizer_has_keep_their_ids(tmp_path):
+    """T5's stand at the end of its vocabulary, the first one last."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokens = ["<pad>", "</s>", "<unk>", "a", "<extra_id_1>", "<extra_id_0>"]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens(["<extra_id_0>", "<extra_id_1>"])
+    path = write(tmp_path / "tokenizer.json", json.loads(backend.to_str()))
+    prints = set()
+    for extra, expected in ((None, [5, 4]), (2, [5, 4]), (4, [5, 4, 6, 7])):
+        tokenizer = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=path, vocab_extra_ids=extra))
+        assert tokenizer.additional_special_tokens_ids == expected
+        assert (tokenizer.pad, tokenizer.eos, tokenizer.eod) == (0, 1, 1)
+        prints.add(tokenizer.fingerprint)
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "GPTSentencePieceTokenizer"])
+def test_sentinels_of_other_kinds_follow_their_vocabulary(tmp_path, tokenizers, kind):
+    cfg = every_kind(tmp_path)[kind]
+    cfg.vocab_extra_ids = 2
+    tokenizer, size = build_tokenizer(cfg), tokenizers[kind][0].vocab_size
+    assert tokenizer.additional_special_tokens_ids == [size, size + 1]
+    assert size + 1 in tokenizer.tokenize("the <extra_id_1> fox")
+
+
+def test_a_bert_of_hugging_faces_ends_with_its_separator(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.BertTokenizerFast(bert_vocab(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
+    theirs = build_tokenizer(flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bert")))
+    ours = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt")))
+    roles = ("cls", "sep", "mask", "pad", "bos", "eos", "eod")
+    assert [getattr(theirs, role) for role in roles] == [getattr(ours, role) for role in roles]
+    for special_tokens in (False, True):
+        pair = [tokenizer.tokenize_sentences(["The fox", ""], special_tokens) for tokenizer in (ours, theirs)]
+        assert [ids.tolist() for ids in pair[0]] == [ids.tolist() for ids in pair[1]]
+        assert (pair[0][0][0] == 2) == special_tokens
+
+
+def test_special_tokens_around_sentences_need_a_tokenizer_that_puts_some(tokenizers):
+    for kind in ("GPT2BPETokenizer", "SentencePieceTokenizer", "ByteLevelTokenizer"):
+        with pytest.raises(ValueError, match=f"--sentence-special-tokens: {kind} puts none around a text"):
+            tokenizers[kind][0].tokenize_sentences(["a"], True)
+
+
+@pytest.mark.parametrize("lower_case", [True, False])
+def test_a_trained_word_piece_vocabulary_is_berts(tmp_path, lower_case):
+    path, text = str(tmp_path / "vocab.txt"), ["The quick fox jumps over the lazy Dog", "é 中"] * 9
+    size = train_wordpiece(text, 90, path, lower_case=lower_case, asked_by="a test")
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    assert len(lines) == size <= 90 and lines[:5] == ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    assert ("T" in lines) != lower_case and ("##e" in lines)
+    kind = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+    tokenizer = build_tokenizer(flags(kind, vocab_file=path))
+    ids = tokenizer.tokenize("The fox")
+    assert tokenizer.detokenize(ids) == ("the fox" if lower_case else "The fox")
+    with pytest.raises(ValueError, match="at least 64"):
+        train_wordpiece(text, 63, path, asked_by="a test")
 
 
 def test_sentence_piece_layouts(tokenizers):
@@ -249,6 +330,10 @@ BROKEN = {
     "tik specials": (
         lambda t: flags("TikTokenizer", tokenizer_model=tiktoken_json(t / "v"), tokenizer_special_tokens=["<s>"]),
         "missing: <unk>",
+    ),
+    "sentinels": (
+        lambda t: flags("TikTokenizer", tokenizer_model=tiktoken_json(t / "v"), vocab_extra_ids=3),
+        "--vocab-extra-ids 3: --tokenizer-type TikTokenizer takes no sentinels",
     ),
     "null size": (lambda t: flags("NullTokenizer"), "needs --vocab-size"),
     "not yet": (lambda t: flags("SFTTokenizer"), "not available yet"),

@@ -14,7 +14,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sidecar import check_sidecar, read_sidecar, sidecar_path
 from tests.test_utils.preprocessing import BYTES, DOCUMENTS, jsonl, pair, run, texts
-from tests.test_utils.tiny_tokenizers import flags
+from tests.test_utils.tiny_tokenizers import bert_vocab, flags
 
 
 def test_documents_come_out_in_order_with_their_end(tmp_path):
@@ -57,6 +57,44 @@ def test_sentences_are_sequences(tmp_path):
     assert dataset.document_indices.tolist() == [0, len(dataset) - 1, len(dataset)]
     assert dataset[len(dataset) - 2].tolist()[-1] == 256 and 256 not in dataset[0].tolist()
     assert totals.empty_documents == 1 and totals.documents == 2
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_sentences_do_not_depend_on_workers(tmp_path, keep_newlines, monkeypatch):
+    monkeypatch.setattr(inputs, "MIN_PART_BYTES", 3000)
+    monkeypatch.setattr(inputs, "MAX_PART_BYTES", 3000)
+    found = []
+    for workers in (1, 3):
+        options = {"workers": workers, "keep_newlines": keep_newlines, "split_sentences": True}
+        _, prefix = run(tmp_path, jsonl([text.upper() for text in DOCUMENTS]), name=f"out{workers}", **options)
+        found.append(pair(prefix, level="sentence"))
+        assert not os.path.exists(prefix + ".partial")
+    assert found[0] == found[1]
+    assert len(IndexedDataset(prefix + "_text_sentence")) == 2 * len(DOCUMENTS)
+
+
+def test_sentences_have_special_tokens_around_them_on_request(tmp_path):
+    """The default is what Megatron-LM wrote before its tokenizers were unified, the flag what it writes since."""
+    file = bert_vocab(tmp_path / "vocab.txt")
+    tokenizer = flags("BertWordPieceLowerCase", vocab_file=file)
+    transformers = pytest.importorskip("transformers")
+    transformers.BertTokenizerFast(file).save_pretrained(tmp_path / "bert")
+    folder = flags("HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "bert"))
+    for cfg in (tokenizer, folder):
+        found = []
+        for around in (False, True):
+            name = f"{cfg.tokenizer_type}{around}"
+            options = {"split_sentences": True, "sentence_special_tokens": around}
+            _, prefix = run(tmp_path, jsonl(["The fox. The quick fox.", "."]), name, cfg, **options)
+            data = IndexedDataset(prefix + "_text_sentence")
+            found.append([data[index].tolist() for index in range(len(data))])
+            check_sidecar(prefix + "_text_sentence", build_tokenizer(cfg))  # training need not know
+        assert found[0] == [[5, 7, 12], [5, 6, 7, 12], [12]]
+        assert found[1] == [[2, *ids, 3] for ids in found[0]]
+    with pytest.raises(ValueError, match="--sentence-special-tokens: ByteLevelTokenizer puts none"):
+        run(tmp_path, jsonl(), "none", split_sentences=True, sentence_special_tokens=True)
+    with pytest.raises(ValueError, match="--sentence-special-tokens has no meaning without --split-sentences"):
+        run(tmp_path, jsonl(), "none", tokenizer, sentence_special_tokens=True)
 
 
 def test_rules_split_sentences():
