@@ -39,8 +39,8 @@ class TokenizerConfig:
     """Do not pad the vocabulary."""
 
     vocab_extra_ids: Annotated[int, Range(0, 2**31 - 1)] | None = None
-    """Sentinel tokens (extra_id_0 and so on) for T5's masked spans, behind the tokenizer's own vocabulary; those that it has
-    are not added again. Default: 100 with BertWordPieceCase, as in Megatron-LM, else none."""
+    """Sentinel tokens (extra_id_0 and so on) for T5's masked spans, behind the tokenizer's own vocabulary; those that
+    it has are not added again. Default: 100 with BertWordPieceCase, as in Megatron-LM, else none."""
 
     tokenizer_special_tokens: list[str] | None = None
     """Special tokens to add."""
