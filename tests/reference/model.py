@@ -157,12 +157,12 @@ class Model:
             gate, half = y.chunk(2, dim=-1)
             if (limit := c.activation_func_clamp_value) is not None:
                 gate, half = gate.clamp(max=limit), half.clamp(-limit, limit)
-            gelu = erf_gelu if c.no_bias_gelu_fusion else tanh_gelu
+            gelu = erf_gelu if c.exact_gelu else tanh_gelu
             gate = gelu(gate) if c.geglu else gate * torch.sigmoid((1.0 if c.swiglu else 1.702) * gate)
             y = gate * (half + c.glu_linear_offset)
         elif c.squared_relu or c.relu:
             y = F.relu(y) ** (2 if c.squared_relu else 1)
-        elif c.disable_bias_linear or c.no_bias_gelu_fusion:
+        elif c.disable_bias_linear or c.no_bias_gelu_fusion or c.exact_gelu:
             y = erf_gelu(y)
         else:  # with a bias Megatron-LM's fused kernel takes the approximation
             y = tanh_gelu(y)

@@ -57,7 +57,7 @@ BERT = {
               " --rotary-base-local 20 --init-method-std 0.2",
     "modern-gelu": f"{MODERN} --geglu --window-size 5,5 --window-attn-skip-freq [0,1] --rotary-base 160000"
                    f" --rotary-base-local 10000 {DROPOUT}",
-    "modern-bert": f"{MODERN} --geglu --embed-layernorm --init-method-std 0.2 {DROPOUT}",
+    "modern-bert": f"{MODERN} --geglu --exact-gelu --embed-layernorm --init-method-std 0.2 {DROPOUT}",
     "odd-sizes": "--num-layers 1 --hidden-size 24 --num-attention-heads 3 --seq-length 19",
     "parallel": "--use-parallel-residual --init-method-std 0.1",
 }  # fmt: skip

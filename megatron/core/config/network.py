@@ -74,11 +74,17 @@ class NetworkSizeConfig:
     squared_relu: bool = False
     """Squared ReLU in the feed-forward network."""
 
+    relu: bool = False
+    """ReLU in the feed-forward network (T5 1.0)."""
+
     quick_geglu: bool = False
     """Gated linear unit with x * sigmoid(1.702 x) in the feed-forward network (gpt-oss)."""
 
     geglu: bool = False
     """Gated linear unit with the tanh approximation of GELU in the feed-forward network (Gemma, T5 1.1)."""
+
+    exact_gelu: bool = False
+    """GELU by the error function in the feed-forward network, with --geglu too (ModernBERT)."""
 
     activation_func_clamp_value: PositiveFloat | None = None
     """Clamp the feed-forward network's inputs to the activation to at most this value, and its linear half to the range

@@ -35,7 +35,7 @@ _RENAMED = {
     "beta_slow": "yarn_beta_slow",
 }
 _ACTIVATIONS = {("silu", True): "swiglu", ("quick_gelu", True): "quick_geglu", ("squared_relu", False): "squared_relu",
-                ("fast_gelu", True): "geglu"}  # fmt: skip
+                ("relu", False): "relu", ("fast_gelu", True): "geglu"}  # fmt: skip
 """Our switch by the name of Megatron-LM's ``activation_func`` and by ``gated_linear_unit``."""
 
 
@@ -124,7 +124,7 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
             if kind != ("gelu", False):
                 if kind not in _ACTIVATIONS:
                     reason = f"{'gated' if gated else 'plain'} {kind[0]} is not available"
-                    fix = "gelu and squared_relu, or with gated_linear_unit silu, quick_gelu and fast_gelu"
+                    fix = "gelu, relu and squared_relu, or with gated_linear_unit silu, quick_gelu and fast_gelu"
                     raise ConfigError([Problem("activation_func", reason, fix=fix)])
                 settings[_ACTIVATIONS[kind]] = True
         return settings
@@ -153,8 +153,8 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         yield from self._impossible_experts()
         if self.fp16 and self.bf16:
             yield Problem("fp16", "excludes bf16", True, "choose one of the two")
-        if sum((self.swiglu, self.squared_relu, self.quick_geglu, self.geglu)) > 1:
-            yield Problem("swiglu", "only one of swiglu, squared_relu, quick_geglu and geglu can be chosen")
+        if sum((self.swiglu, self.squared_relu, self.relu, self.quick_geglu, self.geglu)) > 1:
+            yield Problem("swiglu", "only one of swiglu, squared_relu, relu, quick_geglu and geglu can be chosen")
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             yield Problem("sequence_parallel", "needs tensor_model_parallel_size > 1", True)
         for name in ("hidden_dropout", "attention_dropout"):

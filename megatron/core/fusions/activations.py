@@ -1,10 +1,12 @@
 """Activation functions of the feed-forward network, each with its gradient, chosen once from a configuration.
 
-    gelu          x Phi(x), by erf; its tanh approximation under ``bias_gelu_fusion`` with biases, as Megatron-LM has it
+    gelu          x Phi(x), by erf; its tanh approximation under ``bias_gelu_fusion`` with biases, as Megatron-LM has
+                  it, unless ``exact_gelu``
+    relu          max(x, 0)
     squared_relu  max(x, 0)^2
     swiglu        silu(gate) * (up + offset)
     quick_geglu   gate sigmoid(1.702 gate) * (up + offset)
-    geglu         gelu(gate) * (up + offset), gelu by its tanh approximation
+    geglu         gelu(gate) * (up + offset), gelu by its tanh approximation unless ``exact_gelu``
 
 The gated ones take gate and up stacked in the last dim. A clamp bounds the gate from above and the linear half on both
 sides. These are the plain forms; on GPUs ``activation_kernels`` computes all but those with GELU.
@@ -36,8 +38,10 @@ class ActivationChoice(Protocol):
 
     swiglu: bool
     squared_relu: bool
+    relu: bool
     quick_geglu: bool
     geglu: bool
+    exact_gelu: bool
     bias_gelu_fusion: bool
     bias_swiglu_fusion: bool
     add_bias_linear: bool
@@ -90,11 +94,15 @@ def _plain_activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:
             return swiglu
-        gate = F.silu if config.swiglu else quick_gelu if config.quick_geglu else tanh_gelu
+        gelu = F.gelu if config.exact_gelu else tanh_gelu
+        gate = F.silu if config.swiglu else quick_gelu if config.quick_geglu else gelu
         return partial(gated, activation=gate, clamp=clamp, offset=offset)
     if config.squared_relu:
         return squared_relu
-    return partial(F.gelu, approximate="tanh" if config.bias_gelu_fusion and config.add_bias_linear else "none")
+    if config.relu:
+        return F.relu
+    is_approximate = config.bias_gelu_fusion and config.add_bias_linear and not config.exact_gelu
+    return partial(F.gelu, approximate="tanh" if is_approximate else "none")
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from megatron.core.description.model import (
 )
 
 SETTINGS = (
-    "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "quick_geglu", "geglu",
+    "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "exact_gelu",
     "activation_func_clamp_value", "glu_linear_offset",
 )  # fmt: skip
 """Settings that its weights depend on."""

@@ -134,9 +134,11 @@ def settings_of_latent_attention_need_it(cfg: PretrainConfig) -> Problems:
 
 
 def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
-    chosen = [field for field in ("swiglu", "squared_relu", "quick_geglu", "geglu") if getattr(cfg, field)]
+    chosen = [field for field in ("swiglu", "squared_relu", "relu", "quick_geglu", "geglu") if getattr(cfg, field)]
     if len(chosen) > 1:
         yield problem(cfg, chosen[1], f"contradicts --{chosen[0].replace('_', '-')}", "choose one activation")
+    if cfg.exact_gelu and chosen not in ([], ["geglu"]):
+        yield problem(cfg, "exact_gelu", f"contradicts --{chosen[0].replace('_', '-')}", "is for GELU and --geglu")
     for field in ("activation_func_clamp_value", "glu_linear_offset"):
         if getattr(cfg, field) and not (cfg.swiglu or cfg.quick_geglu or cfg.geglu):
             yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")

@@ -184,7 +184,7 @@ def test_programs_may_use_the_words_of_megatron():
     assert config.swiglu and config.gated_linear_unit and not config.bias_swiglu_fusion and config.apply_layernorm_1p
     assert config.decoder_first_pipeline_num_layers == 1
     assert dataclasses.replace(config, layernorm_epsilon=1e-3).norm_epsilon == 1e-3
-    with pytest.raises(ConfigError, match="plain silu is not available; gelu and squared_relu"):
+    with pytest.raises(ConfigError, match="plain silu is not available; gelu, relu and squared_relu"):
         TransformerConfig(**SIZES, activation_func=silu)
     with pytest.raises(ConfigError, match="plain partial is not available"):  # a callable without a name is no gelu
         TransformerConfig(**SIZES, activation_func=functools.partial(silu))

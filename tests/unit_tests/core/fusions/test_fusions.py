@@ -57,7 +57,7 @@ def test_rotary_equals_its_reference(interleaved, width):
 
 
 def choice(**overrides):
-    base = dict.fromkeys(("swiglu", "squared_relu", "quick_geglu", "geglu"), False)
+    base = dict.fromkeys(("swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "exact_gelu"), False)
     base |= dict.fromkeys(("bias_gelu_fusion", "bias_swiglu_fusion", "add_bias_linear"), True)
     base |= {"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "params_dtype": DOUBLE}
     return SimpleNamespace(**{**base, **overrides})
@@ -68,6 +68,7 @@ def test_gelu_is_approximate_exactly_where_bias_and_gelu_are_fused():
     assert torch.equal(activation_of(choice())(x), F.gelu(x, approximate="tanh"))
     assert torch.equal(activation_of(choice(bias_gelu_fusion=False))(x), F.gelu(x))
     assert torch.equal(activation_of(choice(add_bias_linear=False))(x), F.gelu(x))
+    assert torch.equal(activation_of(choice(exact_gelu=True))(x), F.gelu(x))
 
 
 def test_the_other_activations():
@@ -75,9 +76,11 @@ def test_the_other_activations():
     gate, up = x[:10], x[10:]
     assert activation_of(choice(squared_relu=True)) is squared_relu
     assert torch.equal(squared_relu(x), x.clamp(min=0) ** 2)
+    assert torch.equal(activation_of(choice(relu=True))(x), x.clamp(min=0))
     assert activation_of(choice(swiglu=True)) is swiglu
     torch.testing.assert_close(activation_of(choice(quick_geglu=True))(x), gate * torch.sigmoid(1.702 * gate) * up)
     torch.testing.assert_close(activation_of(choice(geglu=True))(x), F.gelu(gate, approximate="tanh") * up)
+    torch.testing.assert_close(activation_of(choice(geglu=True, exact_gelu=True))(x), F.gelu(gate) * up)
     clamped = activation_of(choice(swiglu=True, activation_func_clamp_value=1.0, glu_linear_offset=1.0))(x)
     torch.testing.assert_close(clamped, F.silu(gate.clamp(max=1.0)) * (up.clamp(-1.0, 1.0) + 1.0))
     torch.testing.assert_close(gated(x, activation=quick_gelu), quick_gelu(gate) * up)

@@ -93,6 +93,8 @@ def test_consistent_settings_pass(text):
         ("--hidden-dropout 1", "--hidden-dropout 1: must be at least 0 and less than 1"),
         ("--qk-layernorm --qk-l2-norm", "--qk-l2-norm: contradicts --qk-layernorm"),
         ("--geglu --swiglu", "--geglu: contradicts --swiglu"),
+        ("--relu --swiglu", "--relu: contradicts --swiglu"),
+        ("--exact-gelu --swiglu", "--exact-gelu: contradicts --swiglu"),
         ("--qk-layernorm-across-heads --normalization RMSNorm", "--qk-layernorm-across-heads: counts only with"),
         ("--qk-layernorm --qk-layernorm-across-heads", "--qk-layernorm-across-heads: is not for --normalization Layer"),
         ("--use-parallel-residual --apply-residual-connection-post-layernorm", "--use-parallel-residual: contradicts"),
