@@ -151,6 +151,7 @@ def test_what_is_not_a_lock_of_ours_is_left_alone(tmp_path):
     victim.write_text("precious")
     lock = save / ".lock"
     save.mkdir()
+    open_files = len(os.listdir("/proc/self/fd"))
     for make in (
         lambda: lock.symlink_to(victim), lambda: os.link(victim, lock), lambda: os.mkfifo(lock), lock.mkdir,
         lambda: lock.write_text("notes"), lambda: lock.symlink_to(tmp_path / "new"),
@@ -161,6 +162,7 @@ def test_what_is_not_a_lock_of_ours_is_left_alone(tmp_path):
         assert victim.read_text() == "precious" and not (tmp_path / "new").exists()
         assert not lock.is_file() or lock.is_symlink() or lock.read_text() in ("notes", "precious")
         lock.rmdir() if lock.is_dir() and not lock.is_symlink() else lock.unlink()
+    assert len(os.listdir("/proc/self/fd")) == open_files
     SaveLock(save).release()
     lock.write_text('{"host": "' + "x" * 300)
     SaveLock(save).release()

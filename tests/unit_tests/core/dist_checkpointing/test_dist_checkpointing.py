@@ -85,6 +85,8 @@ def test_what_is_synced_is_the_whole_file(tmp_path, small_blocks, monkeypatch):
 def test_the_files_are_plain_safetensors(saved):
     with safe_open(saved / "model_00000.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("model.bfloat16"), small_state()["model.bfloat16"].local)
+    for path in saved.glob("*.safetensors"):
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "so that tensors can be mapped"
     for path in saved.iterdir():
         data = path.read_bytes()
         assert data[:2] not in (b"\x80\x02", b"\x80\x04", b"PK"), "neither pickle nor zip"
@@ -210,6 +212,7 @@ def test_links_are_refused(saved, tmp_path):
     lambda c: c.update(files=[]), lambda c: c["tensors"]["model.scalar"].update(dtype="F128"),
     lambda c: c["tensors"]["model.scalar"].update(shape=[-1]), lambda c: c["tensors"].update(x=None),
     lambda c: c["tensors"]["model.float32"]["chunks"][0].update(start=10**9),
+    lambda c: c["tensors"]["model.float32"]["chunks"][0].update(start="8"),
     lambda c: c["tensors"]["model.float32"]["chunks"][0].update(shape=[7, 4]),
     lambda c: c["tensors"]["model.float32"]["chunks"][0].update(file="none.safetensors"),
     lambda c: c["tensors"]["model.float32"]["chunks"][0].update(crc32=[]),
@@ -235,6 +238,12 @@ def test_missing_unused_and_misshapen_names_are_all_listed(saved):
         "model.float32 has shape [7, 3], expected [3, 7]", "model.int64 holds I64, expected torch.float32",
     ):  # fmt: skip
         assert words in str(caught.value)
+
+
+def test_of_many_problems_the_first_are_listed(saved):
+    more = {f"x{number:03d}": replicated(f"x{number:03d}", torch.zeros(2)) for number in range(60)}
+    with pytest.raises(CheckpointError, match=r"\(60 problems\): x000 is missing; .*x039 is missing; …$"):
+        load_state({**blank(small_state()), **more}, saved)
 
 
 def test_saving_again_replaces_and_a_failure_keeps_the_old_one(saved, monkeypatch):

@@ -39,6 +39,15 @@ def test_all_that_a_target_publishes_was_synced_whole(tmp_path, synced):
     assert str(tmp_path) in synced
 
 
+def test_what_an_attempt_left_unfinished_is_removed_by_the_next(tmp_path):
+    with pytest.raises(KeyboardInterrupt), Target(tmp_path / "out", "a conversion") as target:
+        target.write("whole.safetensors", {"x": LazyTensor.of(torch.ones(5))}, {})
+        (target.folder / "part").write_text("of a file")
+        raise KeyboardInterrupt
+    with Target(tmp_path / "out", "a conversion") as target:
+        assert [path.name for path in target.folder.iterdir()] == ["whole.safetensors"] == [*target.done]
+
+
 def test_files_of_megatron_lms_format_are_synced_whole(tmp_path, synced):
     weights = {"model.embedding.word_embeddings.weight": LazyTensor.of(torch.ones(4, 2))}
     save_megatron_torch_dist(Interchange({}, weights), tmp_path)

@@ -376,6 +376,13 @@ def test_a_tensor_of_ours_is_read_once_for_all_of_theirs(tmp_path):
     assert sorted(reads) == sorted(model.tensors)
 
 
+def test_heads_of_keys_and_values_make_groups_where_they_are_fewer():
+    family = known_families()["llama"]
+    for count, grouped in ((2, True), (4, False)):
+        settings = family.load_settings({**CONFIG, "num_key_value_heads": count})
+        assert (settings["num_query_groups"], settings["group_query_attention"]) == (count, grouped)
+
+
 def test_a_linear_stretch_is_written_as_transformers_wants_it():
     family = known_families()["llama"]
     settings = complete(family.load_settings({**CONFIG, "rope_scaling": {"type": "linear", "factor": 4}}))

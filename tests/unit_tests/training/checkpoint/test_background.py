@@ -58,6 +58,7 @@ def test_a_small_limit_makes_staging_and_writing_alternate(tmp_path, monkeypatch
     monkeypatch.setattr(staging, "SLAB_BYTES", 256)
     monkeypatch.setattr(staging, "ALIGNMENT", 16)
     tensors = [torch.randn(size) for size in (1, 50, 7, 600, 64, 3, 16, 16, 16, 300)]
+    tensors.append(torch.arange(65, dtype=torch.uint8))  # a last block of one byte
     expected = [[bytes(block) for block in writer.host_blocks(each)] for each in tensors]
     both = staging.Staging(3 * 256, "cpu")
     for _ in range(2):
@@ -142,6 +143,19 @@ def test_a_bug_in_the_thread_is_raised_as_it_is(tmp_path):
     run.checkpointer.start_save(run.state, background=True)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run.checkpointer.finish_save(wait=True)
+
+
+def test_leaving_waits_for_the_save_behind_it(tmp_path):
+    gate = threading.Event()
+    run = Run(settings(tmp_path, async_save=True), fault=held(gate)).train(1)
+    run.checkpointer.start_save(run.state, background=True)
+    leaving = threading.Thread(target=run.checkpointer.close)
+    leaving.start()
+    leaving.join(0.1)
+    assert leaving.is_alive() and not saved_iterations(tmp_path)
+    gate.set()
+    leaving.join(20)
+    assert saved_iterations(tmp_path) == [1] and read_tracker(tmp_path) == 1
 
 
 def test_a_file_system_that_hangs_is_named(tmp_path):

@@ -187,6 +187,25 @@ def test_architecture_can_come_from_the_checkpoint(two):
             apply_checkpoint_args(settings(use_checkpoint_args=True, load=load))
 
 
+def test_settings_come_from_the_step_that_is_asked_for(tmp_path):
+    assert Run(settings(tmp_path)).train(1).save()
+    later = Run(settings(tmp_path, attention_dropout=0.3))
+    later.load()
+    assert later.train(1).save()
+    for step, dropout in ((1, 0.1), (2, 0.3), (None, 0.3)):
+        asked = settings(tmp_path, use_checkpoint_args=True, attention_dropout=0.5, ckpt_step=step)
+        assert apply_checkpoint_args(asked).attention_dropout == dropout
+    empty = {"load": str(tmp_path / "none"), "pretrained_checkpoint": str(tmp_path)}
+    asked = settings(use_checkpoint_args=True, attention_dropout=0.5, **empty)
+    assert apply_checkpoint_args(asked).attention_dropout == 0.3
+
+
+def test_experts_of_an_upcycled_model_are_not_taken_from_the_dense_one(two):
+    experts = settings(two, use_checkpoint_args=True, num_moe_experts=4)
+    assert apply_checkpoint_args(experts).num_moe_experts is None
+    assert apply_checkpoint_args(dataclasses.replace(experts, moe_use_upcycling=True)).num_moe_experts == 4
+
+
 def test_only_multiples_of_the_retain_interval_and_the_latest_stay(tmp_path):
     run = Run(settings(tmp_path, save_retain_interval=2))
     for _ in range(5):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from megatron.core.dist_checkpointing import CheckpointError
+from megatron.training.checkpoint import history
 from megatron.training.checkpoint.files import saved_iterations
 from megatron.training.checkpoint.history import check_save_folder
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
@@ -90,3 +91,10 @@ def test_rolling_back_keeps_what_is_given_up(two):
     run.train(1)
     assert run.save() and run.train(1).save()
     assert saved_iterations(two) == [3, 2, 1] and saved_iterations(two / "set-aside-001") == [2]
+
+
+def test_where_checkpoints_were_moved_to_outlives_a_loss_of_power(two, monkeypatch):
+    synced = []
+    monkeypatch.setattr(history, "fsync_path", synced.append)
+    history.set_aside(str(two), 1)
+    assert synced == [two / "set-aside-001", two]

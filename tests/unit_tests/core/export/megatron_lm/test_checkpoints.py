@@ -1,6 +1,7 @@
 """Both formats of Megatron-LM's checkpoints, written here in its layout, against the model that they were cut from."""
 
 import argparse
+import io
 import pickle
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.export.interchange import Interchange
@@ -224,6 +226,9 @@ def test_what_is_written_reads_back_and_stacks_layers(written, tmp_path):
     for module in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.core_attention", "self_attention.linear_proj"):
         states = {f"decoder.layers.{module}._extra_state/shard_{layer}_{LAYERS}" for layer in range(LAYERS)}
         assert {name for name in metadata.state_dict_metadata if f"{module}._extra_state" in name} == states
+        place = metadata.storage_data[MetadataIndex(f"decoder.layers.{module}._extra_state/shard_0_{LAYERS}")]
+        data = (tmp_path / "iter_0000007" / place.relative_path).read_bytes()[place.offset :][: place.length]
+        assert torch.load(io.BytesIO(data)) == [None]
     groups = torch.load(tmp_path / "iter_0000007/common.pt", weights_only=False)["optimizer"]["param_groups"]
     each = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "lr": 0.1,
             "max_lr": 0.1, "min_lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "step": 7}  # fmt: skip
@@ -257,6 +262,8 @@ def test_a_vocabulary_is_padded_and_layers_that_differ_keep_their_numbers(tmp_pa
     assert loaded.tensors.keys() == model.keys()
     for name, tensor in model.items():
         assert torch.equal(loaded.tensors[name].read(), tensor.read()), name
+    common = torch.load(tmp_path / "release" / "common.pt", weights_only=False)
+    assert common["num_floating_point_operations_so_far"] == common["iteration"] == 0
     del settings["make_vocab_size_divisible_by"]
     save_megatron_torch_dist(Interchange(settings, model), tmp_path / "usual")
     with open(tmp_path / "usual" / "release" / ".metadata", "rb") as file:
