@@ -12,11 +12,10 @@ from tests.test_utils import reference_runs
 WORDS, SENTINELS = 61, 30
 TEXTS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"{'##' * (i % 4 == 0)}w{i}" for i in range(5, WORDS))]
 SPECIALS = {"cls": 2, "sep": 3, "mask": 4, "pad": 0}
-MORE = ["[BOS]", "[EOS]", *(f"<extra_id_{index}>" for index in range(SENTINELS))]
 VOCABULARIES = {
     "bert": Vocabulary(dict(enumerate(TEXTS)), **SPECIALS, bos=2, eos=3),
-    "t5": Vocabulary(dict(enumerate(TEXTS + MORE)), **SPECIALS, bos=WORDS, eos=WORDS + 1,
-                     sentinels=tuple(range(WORDS + 2, WORDS + 2 + SENTINELS))),
+    "t5": Vocabulary(dict(enumerate([*TEXTS, *(f"<extra_id_{index}>" for index in range(SENTINELS))])), **SPECIALS,
+                     bos=2, eos=3, sentinels=tuple(range(WORDS, WORDS + SENTINELS))),
 }  # fmt: skip
 RECIPES = {"bert": bert.recipe(VOCABULARIES["bert"]), "t5": t5.recipe(VOCABULARIES["t5"])}
 COMMON = [
