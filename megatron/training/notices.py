@@ -27,6 +27,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
         yield f"--{flag}: no effect with --micro-batch-size {size}, of which there are no halves; give 2"
     yield from _layers(given, resolved)
     yield from _strictly(given)
+    yield from _of_other_models(given)
     yield from _without_effect(given, resolved)
 
 
@@ -40,6 +41,20 @@ def _layers(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
             f"--attention-dropout {resolved.attention_dropout:g}: attention is built-in, not Transformer Engine's, "
             "whose masks depend on the layout; --attention-dropout 0 takes that package's kernels"
         )
+
+
+OF_OTHER_MODELS = {
+    "bert_binary_head": ("--bert-no-binary-head", ("bert",)),
+    "mask_prob": ("--mask-prob", ("bert", "t5")),
+    "short_seq_prob": ("--short-seq-prob", ("bert", "t5")),
+}
+"""Fields that some programs alone read: their flags, and whose they are."""
+
+
+def _of_other_models(given: PretrainConfig) -> Iterator[str]:
+    for field, (flag, families) in OF_OTHER_MODELS.items():
+        if field in given.explicit and given.model_family not in families:
+            yield f"{flag}: no effect here, it is of {' and '.join(f'pretrain_{each}.py' for each in families)}"
 
 
 def _strictly(given: PretrainConfig) -> Iterator[str]:

@@ -18,6 +18,7 @@ from megatron.training.rules import (
     data,
     data_parallel,
     experts,
+    families,
     layout,
     model,
     pipeline,
@@ -34,7 +35,7 @@ def rules_of(*files: ModuleType) -> list[Rule]:
     ]  # fmt: skip
 
 
-RULES = rules_of(model, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints)
+RULES = rules_of(model, families, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints)
 
 
 def check(cfg: PretrainConfig) -> list[Problem]:

@@ -25,7 +25,7 @@ from megatron.training.data.datasets import check_tokenizer_of_data, data_source
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.gpt import packed_documents
-from megatron.training.tasks.language_model import LanguageModelTask
+from megatron.training.tasks.language_model import LanguageModelTask, mock_data
 
 LONGEST_NGRAM = 3
 
@@ -63,9 +63,11 @@ class BertTask(LanguageModelTask):
             vp_stage=vp_stage,
         )
 
-    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
-        """BERT's data sets (blended, split) from the data flags."""
+    def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
+        """BERT's data sets (blended, split) from the data flags; with --mock-data random tokens."""
         cfg = self.cfg
+        if cfg.mock_data:
+            return mock_data(self, num_samples)
         config = BERTMaskedWordPieceDatasetConfig(
             **data_source_options(cfg, self.tokenizer),
             masking_probability=cfg.mask_prob,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,29 @@ class LanguageModelTask(Task):
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """A sample of random tokens in the form of the data set's, of which some count in the loss."""
         raise NotImplementedError
+
+
+class RandomSamples:
+    """``length`` random samples of a task, every one a function of ``first`` + its index alone."""
+
+    def __init__(self, task: LanguageModelTask, length: int, first: int = 1000) -> None:
+        self.task, self.length, self.first = task, length, first
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.task.random_sample(np.random.default_rng(self.first + index))
+
+
+MOCK_SAMPLES = 1024
+"""Samples of --mock-data where nobody says how many: in a full validation."""
+
+
+def mock_data(task: LanguageModelTask, num_samples: Sequence[int | None]) -> tuple[RandomSamples, ...]:
+    """What --mock-data trains, validates and tests on."""
+    counts = [MOCK_SAMPLES if count is None else count for count in num_samples]
+    return tuple(RandomSamples(task, count, split << 40) for split, count in enumerate(counts))
 
 
 TASKS = {

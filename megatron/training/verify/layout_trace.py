@@ -29,23 +29,17 @@ from megatron.training.data.datasets import NumSamples
 from megatron.training.exits.conditions import ExitConditions
 from megatron.training.run import build_components
 from megatron.training.tasks.base import Task
-from megatron.training.tasks.language_model import LanguageModelTask
+from megatron.training.tasks.language_model import LanguageModelTask, RandomSamples
 from megatron.training.trainer import Trainer
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 
 
-class SyntheticSamples:
-    """Endless random samples of a task, every one a function of its index alone; some rows count nothing."""
-
-    def __init__(self, task: LanguageModelTask) -> None:
-        self.task = task
-
-    def __len__(self) -> int:
-        return 1 << 20
+class SyntheticSamples(RandomSamples):
+    """Random samples of a task, of which some rows count nothing."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        sample = self.task.random_sample(np.random.default_rng(1000 + index))
+        sample = super().__getitem__(index)
         if index % 3 == 1:
             sample["loss_mask"] = np.zeros_like(sample["loss_mask"])
         return sample
@@ -60,7 +54,7 @@ def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) ->
             return vocab_size
 
         def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
-            return SyntheticSamples(self), None, None
+            return SyntheticSamples(self, 1 << 20), None, None
 
     return OnSyntheticData
 

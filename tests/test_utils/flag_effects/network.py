@@ -99,6 +99,7 @@ ROWS = [
     row("--norm-placement sandwich", gives(shape(POST_NORM), (32,)), gives(shape(PRE_NORM), (32,))),
     row("--norm-placement post", gives(shape(POST_NORM), (32,)), gives(shape(PRE_NORM), None)),
     row("--use-parallel-residual", changes("gradients"), keeps("initial")),
+    row("--embed-layernorm", changes("gradients"), keeps("initial")),
     row("--apply-embedding-scaling", changes("losses"), keeps("initial")),
     row("--final-logit-softcapping 1e-3", gives(lambda run: float(run.losses[0]), math.log(64), 1e-3), keeps("initial"),
         base="--embedding-init-method-std 1"),

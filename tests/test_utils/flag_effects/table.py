@@ -5,6 +5,7 @@ from tests.test_utils.flag_effects import (
     data,
     experts,
     layouts,
+    masked,
     network,
     optimizer,
     positions,
@@ -14,7 +15,7 @@ from tests.test_utils.flag_effects import (
 
 TABLE = [
     *network.ROWS, *positions.ROWS, *optimizer.ROWS, *training.ROWS, *data.ROWS, *checkpoints.ROWS, *layouts.ROWS,
-    *tokenizers.ROWS, *experts.ROWS,
+    *tokenizers.ROWS, *experts.ROWS, *masked.ROWS,
 ]  # fmt: skip
 
 EXEMPT: dict[str, str] = {}

@@ -1,0 +1,47 @@
+"""What the models of BERT and T5 do not take. (Sentences and tokenizers of their data: ``masked_data.py``.)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Problems, problem
+
+NOT_FOR_ENCODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "num_moe_experts": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "leave it out"),
+        "moe_use_upcycling": ("experts are layers of pretrain_gpt.py and pretrain_moe.py", "leave it out"),
+        "mtp_num_layers": ("further tokens are predicted by pretrain_gpt.py", "leave it out"),
+        "multi_latent_attention": ("latent attention is causal, encoders are not", "leave it out"),
+        "reset_position_ids": ("samples hold one document each", "leave it out"),
+        "reset_attention_mask": ("samples hold one document each", "leave it out"),
+        "eod_mask_loss": ("the loss is of masked words", "leave it out"),
+        "spec": ("layers of your own train in pretrain_gpt.py", "leave it out, or --spec local"),
+        "use_rope_scaling": ("is of pretrain_gpt.py", "--position-embedding-type yarn stretches rotary positions too"),
+        "cuda_graph_impl": ("every micro-batch has padding of its own", "leave it out"),
+    }
+)
+"""Fields that only GPT has, why, and what to do."""
+
+ALLOWED: Mapping[str, object] = MappingProxyType({"spec": ["local"], "cuda_graph_impl": "none"})
+
+
+def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:
+    if cfg.model_family == "gpt":
+        return
+    for field, (reason, fix) in NOT_FOR_ENCODERS.items():
+        value = getattr(cfg, field)
+        if value and value != ALLOWED.get(field):
+            yield problem(cfg, field, reason, fix)
+
+
+def a_normed_embedding_is_the_first_norm(cfg: PretrainConfig) -> Problems:
+    if not cfg.embed_layernorm:
+        return
+    fix = "choose one of the two"
+    if cfg.norm_placement == "post":
+        yield problem(cfg, "embed_layernorm", "contradicts --norm-placement post, which has no first norm", fix)
+    for field in ("use_parallel_residual", "apply_residual_connection_post_layernorm"):
+        if getattr(cfg, field):
+            yield problem(cfg, field, "contradicts --embed-layernorm", fix)
