@@ -103,6 +103,8 @@ EXCEPTIONS = {
     "megatron/core/models/bert/bert_model.py::__init__": "the constructor that existing programs call by name",
     "megatron/core/models/t5/t5_model.py::__init__": "the constructor that existing programs call by name",
     "megatron/core/parallel_state.py::initialize_model_parallel": "the call by which programs name their layout",
+    "megatron/compat/dataset_helpers.py::build_mapping": "a signature of Megatron-LM's",
+    "megatron/compat/dataset_helpers.py::build_blocks_mapping": "a signature of Megatron-LM's",
     "megatron/data/helpers.py::import": "the one place that picks the C++ index builders or their numpy twin",
 }
 

@@ -58,7 +58,7 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
         if len(self.sentinels) < spans:
             yield (
                 f"--vocab-extra-ids: the tokenizer has {len(self.sentinels)} sentinels, but a sample has about {spans} "
-                f"spans; give --vocab-extra-ids {max(100, spans)}, here and where the data is tokenized"
+                f"spans; give --vocab-extra-ids {max(100, spans)}"
             )
         if special_id(self.tokenizer, "bos") is None and special_id(self.tokenizer, "pad") is None:
             yield "--tokenizer-type: the tokenizer has neither a bos nor a pad token, with which decoder inputs start"

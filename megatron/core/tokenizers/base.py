@@ -42,7 +42,8 @@ class Tokenizer(ABC):
         vocab_size: largest id + 1.
         special_ids: ids by role: ``eod``, ``bos``, ``eos``, ``pad``, ``cls``, ``sep``, ``mask``, ``unk``; absent roles
             are missing.
-        fingerprint: sha256 over the tokenizer's files and the options that change its ids.
+        fingerprint: sha256 over the tokenizer's files and the options that change the ids of text, which sentinels do
+            not: data made without them serves T5, too.
     """
 
     def __init__(self, tokenizer_type: str, vocab_size: int, special_ids: Mapping[str, int], fingerprint: str):

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from megatron.core.config.errors import UserError
 from megatron.core.config.tokenizer import TokenizerConfig, TokenizerType
-from megatron.core.tokenizers.base import Tokenizer, sentinel_names
+from megatron.core.tokenizers.base import Tokenizer
 from megatron.core.tokenizers.huggingface import build_bert_wordpiece, build_gpt2_bpe, build_huggingface
 from megatron.core.tokenizers.sentence_piece import SentencePieceTokenizer
 from megatron.core.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
@@ -29,8 +29,7 @@ def build_tokenizer(cfg: TokenizerConfig) -> Tokenizer:
         return build_bert_wordpiece(cfg.vocab_file, lower_case, cfg.vocab_extra_ids, special_tokens)
     extra_ids = cfg.vocab_extra_ids or 0
     if kind == "GPT2BPETokenizer":
-        special_tokens = [*(cfg.tokenizer_special_tokens or []), *sentinel_names(extra_ids)]
-        return build_gpt2_bpe(cfg.vocab_file, cfg.merge_file, special_tokens)
+        return build_gpt2_bpe(cfg.vocab_file, cfg.merge_file, cfg.tokenizer_special_tokens, extra_ids)
     if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
         legacy = cfg.tokenizer_sentencepiece_legacy or (kind == "SentencePieceTokenizer" and extra_ids > 0)
         return SentencePieceTokenizer(

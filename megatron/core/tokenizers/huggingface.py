@@ -116,9 +116,8 @@ def build_huggingface(
                 f"the id it gets ({backend.token_to_id(added['content'])}); repair the file's added_tokens"
             )
     lacking = [name for name in sentinel_names(extra_ids) if backend.token_to_id(name) is None]
-    special_tokens = [*(special_tokens or []), *lacking]
-    if special_tokens:
-        backend.add_special_tokens(special_tokens)
+    if special_tokens or lacking:
+        backend.add_special_tokens([*(special_tokens or []), *lacking])
         definition = json.loads(backend.to_str())
     special_ids = _special_ids(file.parent, backend)
     if "eod" not in special_ids:
@@ -127,7 +126,7 @@ def build_huggingface(
             f"special_tokens_map.json for eos_token, then for {', '.join(EOD_NAMES)}); put a tokenizer_config.json "
             'beside it with {"eos_token": "..."}, or name one of those with --tokenizer-special-tokens'
         )
-    options = {"type": "huggingface", "special_tokens": special_tokens, "include": include_special_tokens}
+    options = {"type": "huggingface", "special_tokens": list(special_tokens or []), "include": include_special_tokens}
     fingerprint = fingerprint_of([raw], options)
     tokenizer = BackendTokenizer("HuggingFaceTokenizer", backend, special_ids, fingerprint, include_special_tokens)
     tokenizer.accelerate(definition)
@@ -135,9 +134,9 @@ def build_huggingface(
 
 
 def build_gpt2_bpe(
-    vocab_file: str | None, merge_file: str | None, special_tokens: Sequence[str] | None = None
+    vocab_file: str | None, merge_file: str | None, special_tokens: Sequence[str] | None = None, extra_ids: int = 0
 ) -> BackendTokenizer:
-    """--tokenizer-type GPT2BPETokenizer from vocab.json and merges.txt.
+    """--tokenizer-type GPT2BPETokenizer from vocab.json and merges.txt, with ``extra_ids`` sentinels behind.
 
     Raises:
         ValueError: a file is missing or of the wrong kind, or the vocabulary has no ``<|endoftext|>``.
@@ -162,7 +161,7 @@ def build_gpt2_bpe(
     end = next((name for name in EOD_NAMES if name in vocab or name in (special_tokens or ())), None)
     if end is None:
         raise UserError(f"--vocab-file {vocab_file} has no <|endoftext|>, which ends documents; add it to the file")
-    backend.add_special_tokens([end, *(special_tokens or [])])
+    backend.add_special_tokens([end, *(special_tokens or []), *sentinel_names(extra_ids)])
     eod = backend.token_to_id(end)
     options = {"type": "gpt2", "special_tokens": list(special_tokens or [])}
     fingerprint = fingerprint_of([vocab_raw, merges_raw], options)
@@ -208,7 +207,7 @@ def build_bert_wordpiece(
     special_ids["eod"] = special_ids["eos"]
     around = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
     backend.post_processor = library.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
-    options = {"type": kind, "extra_ids": extra_ids} | ({"special_tokens": special_tokens} if special_tokens else {})
+    options = {"type": kind, "special_tokens": list(special_tokens or [])}
     return BackendTokenizer(kind, backend, special_ids, fingerprint_of([raw], options))
 
 

@@ -47,7 +47,8 @@ class SentencePieceTokenizer(Tokenizer):
                 "train it with eos_id >= 0, or add --tokenizer-sentencepiece-legacy, which appends <EOD>"
             )
         self._splitter = re.compile("(" + "|".join(map(re.escape, self._added)) + ")") if self._added else None
-        options = {"type": "sentencepiece", "added": self._added}
+        named = {token: index for token, index in self._added.items() if token not in sentinel_names(extra_ids)}
+        options = {"type": "sentencepiece", "added": named}
         super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint_of([raw], options))
 
     def _add(self, token: str) -> int:

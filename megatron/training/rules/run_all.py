@@ -20,6 +20,7 @@ from megatron.training.rules import (
     experts,
     families,
     layout,
+    masked_data,
     model,
     pipeline,
     training,
@@ -42,6 +43,6 @@ def check(cfg: PretrainConfig) -> list[Problem]:
     """Everything that is wrong with a resolved configuration; an empty list means that it can run."""
     if not cfg.resolved:
         raise AssertionError("check() takes what resolve() returns")
-    rules = [*RULES, *rules_of(data)] if cfg.needs_data else RULES
+    rules = [*RULES, *rules_of(data, masked_data)] if cfg.needs_data else RULES
     problems = [problem for rule in rules for problem in rule(cfg)]
     return list({str(problem): problem for problem in problems}.values())

@@ -1,0 +1,47 @@
+"""Tokenizers and lengths that no sample of BERT or T5 can be made with."""
+
+import pytest
+
+from megatron.training.arguments import parse_args
+from megatron.training.config.resolve import resolve
+from megatron.training.rules.run_all import check
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --data-path x --split 1,0,0 --eval-iters 0 "
+)
+WORDS = "--vocab-file vocab.txt --dry-run --tokenizer-type "
+
+
+def problems(family, text):
+    found = check(resolve(parse_args((TINY + text).split(), model_family=family), 1))
+    return [str(each) for each in found if "dry" not in str(each)]
+
+
+@pytest.mark.parametrize("family, text, flag, reason", [
+    ("bert", "GPT2BPETokenizer --merge-file m", "--tokenizer-type GPT2BPETokenizer", "no tokens for cls, sep and mask"),
+    ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no tokens for cls, sep and mask"),
+    ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4", "--seq-length 4", "at least 5"),
+    ("t5", "BertWordPieceLowerCase", "--vocab-extra-ids", "LowerCase has no sentinels"),
+    ("t5", "BertWordPieceCase --vocab-extra-ids 0", "--vocab-extra-ids 0", "--vocab-extra-ids 100"),
+    ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "takes no sentinels"),
+])  # fmt: skip
+def test_what_no_sample_can_be_made_with_is_refused(family, text, flag, reason):
+    (problem,) = problems(family, WORDS + text)
+    assert flag in problem and reason in problem
+
+
+@pytest.mark.parametrize("family, text", [
+    ("bert", "BertWordPieceLowerCase"),
+    ("bert", "SentencePieceTokenizer --tokenizer-model m --tokenizer-sentencepiece-legacy"),
+    ("bert", "HuggingFaceTokenizer --tokenizer-model m --seq-length 5"),
+    ("t5", "BertWordPieceCase"),
+    ("t5", "BertWordPieceLowerCase --vocab-extra-ids 100"),
+    ("t5", "BertWordPieceLowerCase --tokenizer-special-tokens <extra_id_0>"),
+    ("t5", "HuggingFaceTokenizer --tokenizer-model m"),
+    ("gpt", "GPT2BPETokenizer --merge-file m --seq-length 4"),
+])  # fmt: skip
+def test_what_may_do_is_left_to_the_files(family, text):
+    if family == "t5":
+        pytest.importorskip("megatron.training.tasks.t5")
+    assert problems(family, WORDS + text) == []
