@@ -246,7 +246,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     "text",
     [
         "--fp8-format hybrid", "--transformer-impl inference_optimized",
-        "--ckpt-convert-format torch", "--mask-prob 0.2", "--optimizer muon",
+        "--ckpt-convert-format torch", "--optimizer muon",
         "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
