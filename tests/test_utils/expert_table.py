@@ -57,6 +57,7 @@ EXPERT_MODELS = {
 EP2, EP4, ALL = (
     "--expert-model-parallel-size 2", "--expert-model-parallel-size 4", "--moe-token-dispatcher-type alltoall",
 )  # fmt: skip
+STATIC = "--moe-static-rows"
 ETP1, ETP2 = "--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size 2"
 SP = "--sequence-parallel"
 TP2 = f"--micro-batch-size 4 --tensor-model-parallel-size 2 {SP}"
@@ -81,6 +82,8 @@ SPLIT_EXPERTS = {
     "ep2-alltoall": ("moe-sgd", f"{MBS2} {EP2} {ALL}", 2),
     "ep2-one-by-one": ("moe-biases", f"{MBS2} {EP2} {ALL} --no-moe-fusion", 2),
     "ep4": ("moe-two-losses", f"{MBS2} {EP4}", 4),
+    "ep2-static-dp4": ("moe-deepseek", f"{MBS2} {EP2} {STATIC}", 4),
+    "ep4-static-overlapped-shared": ("moe-shared", f"{MBS2} {EP4} {STATIC} {BESIDE}", 4),
     "ep4-alltoall": ("moe-shared", f"{MBS2} {EP4} {ALL}", 4),
     "ep8": ("moe8", "--micro-batch-size 1 --expert-model-parallel-size 8", 8),
     "ep8-alltoall": ("moe8", f"--micro-batch-size 1 --expert-model-parallel-size 8 {ALL}", 8),
@@ -106,6 +109,7 @@ TENSOR_AND_CONTEXT = {
     "tp2-sp-etp2": ("moe-shared", TP2, 2),
     "tp2-sp-etp1-ep2": ("moe-biases", f"{TP2} {EP2} {ETP1} {ALL}", 2),
     "tp2-sp-etp1-ep2-allgather": ("moe-deepseek", f"{TP2} {EP2} {ETP1}", 2),
+    "tp2-sp-ep2-etp2-static": ("moe-biases", f"{TP2} {EP2} {STATIC}", 4),
     "tp2-sp-ep2-etp2": ("moe-biases", f"{TP2} {EP2} {ALL}", 4),
     "tp2-sp-ep2-etp2-allgather": ("moe-shared", f"{TP2} {EP2}", 4),
     "tp2-sp-etp1-ep4": ("moe-two-losses", f"{TP2} {EP4} {ETP1} {ALL}", 4),
@@ -189,6 +193,6 @@ IN_THE_SUITE = {
     "experts-one-by-one", "ep2-alltoall", "ep2-etp2-dp8", "ep2-overlapped-shared", "ep2-global", "ep2-halves",
     "tp2-sp-etp1-ep4", "cp2-tp2-sp-ep2", "pp2-vpp-ep2", "ep2-zero-instances", "ep2-fsdp", "ep2-recompute-moe",
     "pp2-zero-bubble-recompute-moe", "cp2-batch", "tp2-sp-sinkhorn", "pp2-ep2-capacity", "ep2-etp2-padded",
-    "tp2-sp-roomy",
+    "tp2-sp-roomy", "tp2-sp-ep2-etp2-static",
 }
 """Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

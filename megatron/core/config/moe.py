@@ -105,6 +105,11 @@ class MoEConfig:
     """How tokens travel to the ranks of their experts: all to everyone, or each to where it goes; flex is the same as
     alltoall."""
 
+    moe_static_rows: bool = False
+    """Give a rank's experts room for the most rows that can come, so that the host reads no number of rows in a step.
+    For --moe-token-dispatcher-type allgather; room for up to as many times the rows as there are expert-parallel
+    ranks."""
+
     overlap_moe_expert_parallel_comm: bool = False
     """Two-batch overlap: tokens of one half of a micro-batch travel between experts' ranks while the other half
     computes. Needs an even --micro-batch-size, and losses that do not look at the whole micro-batch."""

@@ -47,7 +47,8 @@ GROUPS = (
 )  # fmt: skip
 COMPUTATION = {
     "transformer_impl", "attention_backend", "flash_attention_version", "moe_token_dispatcher_type", "moe_fusion",
-    "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "deterministic_mode", "encoder_num_layers",
+    "moe_static_rows", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "deterministic_mode",
+    "encoder_num_layers",
 }  # fmt: skip
 MODEL = {"seq_length", *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
     *LAYOUT, *COMPUTATION,

@@ -126,6 +126,12 @@ def capacity_settings_belong_together(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_expert_capacity_factor", "excludes sinkhorn, which balances by itself")
 
 
+def static_rows_are_gathered(cfg: PretrainConfig) -> Problems:
+    if cfg.moe_static_rows and cfg.moe_token_dispatcher_type != "allgather":
+        reason = "is not for tokens that are exchanged, whose number the host must know"
+        yield problem(cfg, "moe_static_rows", reason, "--moe-token-dispatcher-type allgather")
+
+
 def upcycling_has_a_dense_model(cfg: PretrainConfig) -> Problems:
     slices, experts = cfg.moe_upcycling_granularity, cfg.num_moe_experts
     if not cfg.moe_use_upcycling:

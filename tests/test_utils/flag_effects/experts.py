@@ -100,6 +100,8 @@ CAPACITY = [
 RANKS = [
     row("--moe-token-dispatcher-type alltoall", sends("all_to_all_single"), keeps_to_rounding("weights"),
         base=f"{MOE} {EP}", ranks=2),
+    row("--moe-static-rows", calls("start_reading", False), keeps_to_rounding("weights"), base=f"{MOE} {EP}", ranks=2,
+        count=(MOE_AT + "dispatch:start_reading",)),
     row("--expert-model-parallel-size 2", group("ep", 0, 1), gives(shape(FC1), (2, 24, 32)), base=MOE, ranks=2),
     row("--expert-tensor-parallel-size 1", group("etp", 0), gives(shape(FC1), (4, 24, 32)),
         base=f"{MOE} {TP} {SP}", ranks=2),

@@ -10,7 +10,10 @@ all-to-all  a row goes where its expert is and comes back; of an expert that sev
 
 All compute the same sums. Rows of one expert are in the order of ranks and tokens. Without capacity nothing is dropped;
 with ``moe_pad_expert_input_to_capacity`` every expert gets as many rows, the missing ones zeros of weight zero, and
-again nothing waits for the device. Otherwise, with several expert-parallel ranks, the host reads how many rows come.
+again nothing waits for the device. With ``moe_static_rows`` all-gather has as many rows as can come at the most: a
+token's experts differ, so that min(k, e) of its choices are this rank's. Nothing waits then, for room that is EP times
+as large as the rows of equal load. (All-to-all with even splits would have as many rows to send as that has room, k
+times what all-gather sends.) Otherwise, with several expert-parallel ranks, the host reads how many rows come.
 
 A dispatch or combine that is started runs beside what is done until its result is called for.
 
@@ -68,6 +71,7 @@ class Dispatcher:
         self.group, self.ep, self.etp = groups.etp_ep, groups.ep, groups.etp
         self.num_local = self.num_experts // groups.ep.size
         self.moves = choose_row_moves(config.params_dtype, config.moe_fusion)
+        self.static_rows = config.moe_static_rows
         self.pad_factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
 
     def capacity(self, tokens: int) -> int | None:
@@ -138,8 +142,12 @@ class AllGatherDispatcher(Dispatcher):
         capacity = self.capacity(len(tokens))
         key = local.masked_fill((local < 0) | (local >= self.num_local), self.num_local)
         permutation = self._sorted(key, self.num_local, capacity and capacity * self.group.size)
-        # without the rows of other ranks' experts; with one expert-parallel rank there are none
-        count = start_reading(permutation.ends[-1:]) if self.ep.size > 1 and capacity is None else None
+        count = None
+        if self.ep.size > 1 and capacity is None:  # cut off the rows of other ranks' experts
+            if self.static_rows:
+                permutation = permutation.head(len(key) * min(self.k, self.num_local))
+            else:
+                count = start_reading(permutation.ends[-1:])
         return partial(self._arrived, gathering, weighting, permutation, count)
 
     def _arrived(

@@ -77,6 +77,9 @@ def _experts(config: Config, place: LayerPlace) -> Piece:
     if config.add_bias_linear:
         params.append(Param("experts.linear_fc2.bias", (count, hidden), {"ep": 0}, **shape))
     rows = stream_elements(config) / hidden * top * split  # of each token's copies, all ranks of an expert have each
+    if config.moe_static_rows:  # the most that can come, instead of an equal share of them
+        ranks = config.expert_model_parallel_size
+        rows *= ranks * min(top, count // ranks) / top
     narrow = rows * width / split * item
     up = 2 if gated else 1
     flops = 2.0 * place.seq_length * top * width * hidden

@@ -126,6 +126,17 @@ def test_published_mixtures_have_their_parameters_and_active_ones(sizes, vocab, 
     assert 1 < model.flops_per_sample / 4096 / gemms < 1.3, "the rest is attention"
 
 
+@pytest.mark.parametrize("ranks, times", [(1, 1), (2, 2), (4, 4), (8, 4)])
+def test_static_rows_are_counted_with_their_room(ranks, times):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 8, "moe_router_topk": 2}
+
+    def rows(**settings):
+        (layer,) = described(TransformerConfig(**sizes, expert_model_parallel_size=ranks, **settings), 50, 16).layers
+        return next(kept.bytes for piece in layer for op in piece.ops for kept in op.saved if kept.name == "rows")
+
+    assert rows(moe_static_rows=True) == times * rows()
+
+
 @pytest.mark.parametrize("window, skip", [((7, 0), None), ((100, 0), None), ((3, 0), 2)])
 def test_windows_count_their_band(window, skip):
     length = 4096

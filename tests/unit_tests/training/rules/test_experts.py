@@ -84,6 +84,8 @@ def test_possible_experts_are_accepted(text):
          "--moe-pad-expert-input-to-capacity: needs --moe-expert-capacity-factor: without it no token is dropped"),
         (MOE + "--moe-expert-capacity-factor 1 --moe-router-load-balancing-type sinkhorn",
          "--moe-expert-capacity-factor 1.0: excludes sinkhorn, which balances by itself"),
+        (MOE + "--moe-static-rows --moe-token-dispatcher-type alltoall",
+         "--moe-static-rows: is not for tokens that are exchanged, whose number the host must know; --moe-token-disp"),
         (MOE + "--moe-shared-expert-overlap",
          "--moe-shared-expert-overlap: needs a shared expert; --moe-shared-expert-intermediate-size N, or leave it"),
         (MOE + "--moe-shared-expert-gate", "--moe-shared-expert-gate: needs a shared expert; --moe-shared-expert-inte"),

@@ -115,6 +115,10 @@ LAYOUTS = {
     "ep2": (2, 2, 1), "ep4": (4, 4, 1), "etp2": (2, 1, 2), "ep2·etp2": (4, 2, 2), "ep2·edp2": (4, 2, 1),
 }  # fmt: skip
 
+KINDS = {
+    "allgather": {}, "static": {"moe_static_rows": True}, "alltoall": {"moe_token_dispatcher_type": "alltoall"},
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("dropped", [0.0, 0.4])
 def test_one_rank_computes_every_token_through_its_experts(dropped):
@@ -124,12 +128,12 @@ def test_one_rank_computes_every_token_through_its_experts(dropped):
 
 
 @pytest.mark.parametrize("dropped, skewed", [(0.0, False), (0.4, False), (0.0, True)])
-@pytest.mark.parametrize("kind", ["allgather", "alltoall"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_one_rank(gloo_pool, layout, kind, dropped, skewed):
     world, ep, etp = LAYOUTS[layout]
     data = batch(dropped, skewed)
-    results = gloo_pool.run(on_ranks, world, ep, etp, {"moe_token_dispatcher_type": kind}, data)
+    results = gloo_pool.run(on_ranks, world, ep, etp, KINDS[kind], data)
     compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
 
 
@@ -193,6 +197,13 @@ def test_one_rank_needs_no_word_from_the_device(gloo_pool):
     assert gloo_pool.run(dispatch_without_the_host, 1, 1, 1, {}, batch()) == [TOKENS * K]
     etp2 = {"moe_token_dispatcher_type": "allgather"}
     assert gloo_pool.run(dispatch_without_the_host, 2, 1, 2, etp2, batch()) == [TOKENS * K] * 2
+
+
+def test_static_rows_need_no_word_from_the_device(gloo_pool):
+    """Room for all tokens of both ranks at each of a rank's two experts, of which none may choose more."""
+    static = {"moe_static_rows": True}
+    assert gloo_pool.run(dispatch_without_the_host, 2, 2, 1, static, batch()) == [TOKENS * K] * 2
+    assert gloo_pool.run(dispatch_without_the_host, 4, 4, 1, static, batch()) == [TOKENS] * 4
 
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
