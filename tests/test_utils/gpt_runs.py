@@ -1,4 +1,5 @@
-"""Whole training runs of a tiny GPT, inside a test: the program of ``pretrain_gpt.py`` without a new interpreter."""
+"""Whole training runs of a tiny model, inside a test: the program of ``pretrain_gpt.py`` (or of another family's entry
+script) without a new interpreter."""
 
 import contextlib
 import io
@@ -31,22 +32,25 @@ def write_dataset(prefix: Path, num_documents: int = 60, seed: int = 0) -> Path:
     return prefix
 
 
-def train(rank: int, world_size: int, argv: list[str], fp64: bool = False) -> int:
+def train(rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt") -> int:
     """``pretrain_gpt.py`` with ``argv`` (and everything in float64) on one rank of the pool; the exit code."""
     import dataclasses
 
     from megatron.training.arguments import parse_args
     from megatron.training.run import run
-    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.tasks.language_model import task_class
 
-    return run(dataclasses.replace(parse_args(MODEL_FLAGS + argv), fp64=fp64), GPTTask)
+    cfg = parse_args(MODEL_FLAGS + argv, model_family=model_family)
+    return run(dataclasses.replace(cfg, fp64=fp64), task_class(model_family))
 
 
-def train_with_errors(rank: int, world_size: int, argv: list[str], fp64: bool = False) -> tuple[int, str]:
+def train_with_errors(
+    rank: int, world_size: int, argv: list[str], fp64: bool = False, model_family: str = "gpt"
+) -> tuple[int, str]:
     """Like :func:`train`, with what the rank wrote to stderr."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors):
-        code = train(rank, world_size, argv, fp64)
+        code = train(rank, world_size, argv, fp64, model_family)
     return code, errors.getvalue()
 
 

@@ -1,0 +1,56 @@
+"""Whole runs of BERT: a checkpoint of one layout continues on any other, and on its own without a changed bit; what
+the program refuses."""
+
+import pytest
+
+from tests.functional_tests.test_data_parallel_training import digests, tensors, train_records
+from tests.test_utils.gpt_runs import train_with_errors
+
+FLAGS = ["--mock-data", "--save-interval", "2", "--lr-decay-iters", "8", "--train-iters", "6", "--hidden-dropout", "0.1", "--log-interval", "1"]
+LAYOUTS = {
+    "bert": {
+        "one": (1, ""),
+        "tp2 sp zero": (
+            4, "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer --ddp-bucket-size 1500",
+        ),
+        "pp2 cp2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+        "fsdp": (2, "--use-torch-fsdp2"),
+    },
+}  # fmt: skip
+LOSSES = {"bert": ("lm loss", "sop loss")}
+
+
+def run(pool, kind, name, save, flags, fp64=False):
+    """Trains in a layout; returns the folder."""
+    world_size, layout = LAYOUTS[kind][name]
+    argv = [*FLAGS, "--save", str(save), *layout.split(), *flags]
+    for code, errors in pool.run(train_with_errors, world_size, argv, fp64, kind):
+        assert code == 0, errors
+    return save
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_run_moves_between_layouts(gloo_pool, tmp_path, kind):
+    whole = run(gloo_pool, kind, "one", tmp_path / "whole", [], fp64=True)
+    load, records = [], []
+    for name in ("tp2 sp zero", "fsdp", "pp2 cp2"):
+        folder = run(gloo_pool, kind, name, tmp_path / name, [*load, "--exit-interval", "2"], fp64=True)
+        records += train_records(folder)
+        load = ["--load", str(folder)]
+    for record, wanted in zip(records, train_records(whole), strict=True):
+        for field in ("iteration", *LOSSES[kind], "grad_norm"):
+            assert record[field] == pytest.approx(wanted[field], rel=1e-9), (record["iteration"], field)
+    found, wanted = tensors(folder / "iter_0000006"), tensors(whole / "iter_0000006")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name] - tensor).abs().max() <= 1e-9 * tensor.abs().max() + 1e-11, name
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, tmp_path, kind):
+    flags, name, parts = ["--bf16", "--check-replicas", "2"], "tp2 sp zero", tmp_path / "parts"
+    one = run(gloo_pool, kind, name, tmp_path / "whole", flags)
+    run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts), "--exit-interval", "4"])
+    run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts)])
+    assert digests(one / "iter_0000006") == digests(parts / "iter_0000006")
+    assert [each["lm loss"] for each in train_records(one)] == [each["lm loss"] for each in train_records(parts)]

@@ -1,0 +1,120 @@
+"""BERT as a library: what its description says is what is built, padding is inert, and its heads."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.models.bert import BertModel
+from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
+from megatron.core.models.bert_description import describe_bert
+from megatron.core.models.common.description import Vocabulary
+
+SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+SETTINGS = {
+    "classic": ({}, {}),
+    "one loss, untied": ({"add_bias_linear": False}, {"add_binary_head": False, "shared": False, "num_tokentypes": 0}),
+    "rms": ({"normalization": "RMSNorm", "swiglu": True, "qk_layernorm": True, "num_query_groups": 1}, {}),
+    "one piece": ({"use_parallel_residual": True, "norm_placement": "sandwich"}, {"num_tokentypes": 3}),
+}
+
+
+def make(settings="classic", **others):
+    fields, options = SETTINGS[settings]
+    options = {"add_binary_head": True, "shared": True, "num_tokentypes": 2} | options
+    config = TransformerConfig(**SIZES, **fields)
+    shared = options.pop("shared")
+    model = BertModel(
+        config, transformer_layer_spec=get_bert_block_spec(config), vocab_size=61, max_sequence_length=16,
+        share_embeddings_and_output_weights=shared, make_vocab_size_divisible_by=8, groups=SINGLE_PROCESS, **options,
+        **others,
+    )  # fmt: skip
+    return model.double().eval(), config, Vocabulary(61, shared, 8), options
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("by_spec", [False, True])
+def test_the_description_is_the_model(settings, by_spec):
+    model, config, vocabulary, options = make(settings)
+    spec = get_bert_block_spec(config) if by_spec else None
+    described = describe_bert(config, vocabulary, seq_length=16, max_sequence_length=16, spec=spec, **options)
+    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert {each.name: each.local_shapes({})[0] for each in described.params() if not each.tied_to} == built
+    assert not described.unknown
+    assert described.num_parameters + described.padding == sum(p.numel() for p in model.parameters())
+
+
+def test_attention_is_counted_in_full():
+    _, config, vocabulary, options = make()
+    one, windowed = (
+        describe_bert(each, vocabulary, seq_length=16, max_sequence_length=16, **options)
+        for each in (config, dataclasses.replace(config, window_size=(3, 2)))
+    )
+    flops = [
+        [op.flops for piece in described.pieces for op in piece.ops if op.kind == "attention"]
+        for described in (one, windowed)
+    ]
+    pairs = 16**2 - (12**2 + 13**2) / 2
+    assert flops == [[4.0 * 16**2 * 24] * 2, [4.0 * pairs * 24] * 2]
+
+
+def inputs(padding=0):
+    generator = torch.Generator().manual_seed(1)
+    ids, types, labels = (torch.randint(0, high, (3, 16), generator=generator) for high in (61, 2, 61))
+    mask = torch.ones(3, 16, dtype=torch.long)
+    if padding:
+        mask[1, -padding:] = 0
+    return ids, mask, types, labels
+
+
+def test_padding_is_inert_and_said_in_two_ways():
+    model, *_ = make()
+    ids, mask, types, labels = inputs(padding=5)
+    losses, binary = model(ids, mask, types, labels)
+    ids[1, -5:] = 7
+    again, binary_again = model(ids, mask, types, labels)
+    used = mask.bool()
+    assert torch.equal(losses[used], again[used]) and torch.equal(binary, binary_again)
+    lengths = PackedSeqParams.of_lengths(mask.sum(1), 16)
+    by_lengths, _ = model(ids, tokentype_ids=types, lm_labels=labels, packed_seq_params=lengths)
+    assert torch.equal(by_lengths, again)
+    shorter, _ = model(ids[1:2, :-5], None, types[1:2, :-5], labels[1:2, :-5])
+    torch.testing.assert_close(shorter, losses[1:2, :-5])
+
+
+def test_tokens_see_what_is_behind_them():
+    model, *_ = make()
+    ids, mask, types, labels = inputs()
+    losses, _ = model(ids, mask, types, labels)
+    ids[:, -1] = (ids[:, -1] + 1) % 61
+    assert (model(ids, mask, types, labels)[0] != losses).all()
+
+
+def test_padding_before_a_token_is_refused():
+    model, *_ = make()
+    ids, mask, types, _ = inputs()
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="padding stands behind all tokens"):
+        model(ids, mask, types)
+
+
+def test_logits_have_a_bias_and_no_padding():
+    model, *_ = make()
+    ids, mask, types, labels = inputs()
+    with torch.no_grad():
+        model.output_layer.bias[:61].copy_(torch.linspace(0, 1, 61))
+        logits, binary = model(ids, mask, types)
+        losses, _ = model(ids, mask, types, labels)
+    assert logits.shape == (3, 16, 64) and binary.shape == (3, 2) and (logits[..., 61:] == -torch.inf).all()
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    torch.testing.assert_close(losses.flatten(), expected)
+
+
+def test_one_layer_spec_serves_all_layers():
+    config = TransformerConfig(**SIZES)
+    model = BertModel(config, 0, get_bert_layer_local_spec(), 61, 16, add_binary_head=False, groups=SINGLE_PROCESS)
+    logits, binary = model(torch.zeros(1, 16, dtype=torch.long))
+    assert binary is None and len(model.encoder.layers) == 2 and logits.shape == (1, 16, 128)
