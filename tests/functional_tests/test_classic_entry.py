@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,15 @@ NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 """Under which a script's loss is that of the suite's own task."""
 
 
-def launch(script, argv, ranks=1):
-    """A script in processes of its own, as a user starts it; its standard output."""
-    launcher = [sys.executable] if ranks == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
+@pytest.fixture(scope="module")
+def launch(warm_python):
+    """``launch(script, argv, ranks=1)``: a script in processes of its own, as a user starts it; its standard output."""
+    return partial(_launch, warm_python)
+
+
+def _launch(python, script, argv, ranks=1):
+    launcher = [python] if ranks == 1 else [
+        python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
@@ -44,7 +49,7 @@ def own_losses(gloo_pool, flags, tmp_path_factory):
     return losses(folder)
 
 
-def test_the_example_script_trains_like_the_suites_own(flags, own_losses, tmp_path):
+def test_the_example_script_trains_like_the_suites_own(launch, flags, own_losses, tmp_path):
     argv = flags + NO_DROPOUT + ["--label_smoothing=0", "--save", str(tmp_path)]
     output = launch("examples/pretrain_custom_gpt.py", argv, ranks=2)
     assert "building a GPT model of this script's own" in output
@@ -61,7 +66,7 @@ EXPERTS = ["--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-
      ("2024", 2, EXPERTS)],
     ids=["2024", "2025", "old-loss", "experts"],
 )
-def test_scripts_of_earlier_years_run_as_they_are(flags, own_losses, tmp_path, gloo_pool, script, ranks, more):
+def test_scripts_of_earlier_years_run_as_they_are(launch, flags, own_losses, tmp_path, gloo_pool, script, ranks, more):
     argv = flags + NO_DROPOUT + ["--make-vocab-size-divisible-by", "64", "--save", str(tmp_path / "script")]
     launch(f"tests/functional_tests/scripts/pretrain_classic_{script}.py", argv + more, ranks)
     if more and more != ["--old-loss"]:
@@ -71,7 +76,7 @@ def test_scripts_of_earlier_years_run_as_they_are(flags, own_losses, tmp_path, g
 
 
 @pytest.mark.parametrize("more", [[], ["--old-loss"]], ids=["sum", "mean"])
-def test_scripts_predict_further_tokens_whatever_their_loss_function_returns(flags, tmp_path, gloo_pool, more):
+def test_scripts_predict_further_tokens_whatever_their_loss_function_returns(launch, flags, tmp_path, gloo_pool, more):
     """No token is masked, so that a mean of micro-batches' means is that over all tokens."""
     argv = [*flags, *NO_DROPOUT, "--make-vocab-size-divisible-by", "64", "--mtp-num-layers", "2"]
     script = "tests/functional_tests/scripts/pretrain_classic_2025.py"
@@ -81,7 +86,7 @@ def test_scripts_predict_further_tokens_whatever_their_loss_function_returns(fla
     assert "mtp_2 loss" in (tmp_path / "script/metrics.jsonl").read_text()
 
 
-def test_a_script_with_dropout_resumes_bit_for_bit(flags, tmp_path):
+def test_a_script_with_dropout_resumes_bit_for_bit(launch, flags, tmp_path):
     """Although it does not know of the sample indices that dropout masks depend on."""
     script = "tests/functional_tests/scripts/pretrain_classic_2024.py"
     whole, parts = (flags + ["--save", str(tmp_path / name), "--seed", "5"] for name in ("whole", "parts"))

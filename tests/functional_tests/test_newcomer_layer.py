@@ -6,7 +6,6 @@ It is ``tests/test_utils/gated_recurrence.py``: a recurrence in the place of att
 
 import dataclasses
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -267,9 +266,9 @@ pretrain(datasets, model_provider, ModelType.encoder_or_decoder, forward_step)
 
 
 @pytest.mark.parametrize("ranks, flags", [(1, ""), (2, "--pipeline-model-parallel-size 2")])
-def test_a_program_with_its_own_model_provider_trains_it(tmp_path, ranks, flags):
+def test_a_program_with_its_own_model_provider_trains_it(warm_python, tmp_path, ranks, flags):
     (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+    command = [warm_python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
                str(tmp_path / "program.py"), *MODEL_FLAGS, "--num-layers", "3", "--train-iters", "3",
                "--log-interval", "1", *flags.split()]  # fmt: skip
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": "/usr/bin:/bin"}

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -64,11 +63,11 @@ def small(recipe):
 
 
 @pytest.fixture(scope="module")
-def environment():
+def environment(warm_python):
     """The environment of a user: nothing set that a recipe or a launcher reads."""
     ours = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NNODES", "TP", "PP", "SAVE", "DATA_PATH"}
     kept = {name: value for name, value in os.environ.items() if name not in ours and not name.startswith("SLURM_")}
-    return {**kept, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return {**kept, "PYTHON": warm_python, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def start(recipe, *flags, env, cwd):

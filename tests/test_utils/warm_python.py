@@ -1,0 +1,179 @@
+"""A ``python`` that has imported torch and the suite: programs of a shell start in a tenth of a second instead of four.
+
+``WarmPython`` starts a server, which imports once, and writes a stand-in for the interpreter. The stand-in passes its
+arguments, environment, folder and standard files to the server and is the program's shadow: signals go through it, it
+ends with the program's exit code, and when it is killed so is the program. The server forks every program, which runs
+as ``__main__`` on the search path that an interpreter would give it. Command lines that are neither of a script, nor
+``-m``, nor ``-c`` go to the interpreter itself.
+
+What a fresh interpreter alone shows (imports that need each other in another order, hashes that differ between ranks)
+is seen by the programs that start cold: README.md's, the quickstart's, ``test_library_programs.py``, the watchdog's.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def run_shadow(address, arguments):
+    """The stand-in: has ``arguments`` run by the server; ends as the program ended."""
+    words = [word for word in arguments if word != "-u"] if arguments[:1] == ["-u"] else arguments
+    if not words or words[0].startswith("-") and words[0] not in ("-m", "-c"):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(address)
+        task = {"words": words, "env": dict(os.environ), "folder": os.getcwd(), "unbuffered": words != arguments}
+        text = json.dumps(task).encode()
+        socket.send_fds(server, [len(text).to_bytes(8, "little")], [0, 1, 2])
+        server.sendall(text)
+        for number in FORWARDED:
+            signal.signal(number, lambda number, frame: server.sendall(bytes([number])))
+        status = int.from_bytes(server.recv(4), "little")
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        if -code in FORWARDED:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def receive_task(client):
+    """A stand-in's request, its standard files put in place of this process's."""
+    size, files, _, _ = socket.recv_fds(client, 8, 3)
+    size, text = int.from_bytes(size, "little"), b""
+    while len(text) < size:
+        text += client.recv(size - len(text))
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    return json.loads(text)
+
+
+def keep(client, program):
+    """Waits for the ``program``, passes signals on, ends it when its stand-in is gone; never returns."""
+    nowhere, ended = os.open(os.devnull, os.O_RDWR), os.pidfd_open(program)
+    for number in range(3):
+        os.dup2(nowhere, number)
+    while True:
+        ready, _, _ = select.select([client, ended], [], [])
+        if ended in ready:
+            client.sendall(os.waitpid(program, 0)[1].to_bytes(4, "little"))
+            os._exit(0)
+        number = client.recv(1)
+        if number:
+            os.kill(program, number[0])
+        else:
+            os.killpg(program, signal.SIGKILL)
+            os._exit(0)
+
+
+def serve(address):
+    """Forks a program per request until its parent is gone; returns in each program, with its task."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(address)
+        server.listen(64)
+        while True:
+            client, _ = server.accept()
+            if os.fork() == 0:
+                break
+            client.close()
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                pass
+    task = receive_task(client)
+    program = os.fork()
+    os.setpgid(program, program)  # by both: neither is to run on before
+    if program:
+        keep(client, program)
+    client.close()
+    return task
+
+
+def become(task, stand_in, path):
+    """This forked process gets the task's environment; returns what to run."""
+    os.environ.clear()
+    os.environ.update(task["env"])
+    os.chdir(task["folder"])
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        buffering = 1 if name == "stderr" or task["unbuffered"] else -1
+        file = open(number, "rw"[number > 0], buffering, closefd=False)  # noqa: SIM115
+        setattr(sys, name, file)
+        setattr(sys, f"__{name}__", file)
+    words = task["words"]
+    sys.executable = stand_in  # programs that it starts are warm too
+    first = os.path.dirname(os.path.realpath(words[0])) if words[0] not in ("-m", "-c") else os.getcwd()
+    asked = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:] = [first, *asked, *path]
+    sys.argv = words if words[0] not in ("-m", "-c") else ["-c" if words[0] == "-c" else words[1], *words[2:]]
+    return words
+
+
+def run_server(address, stand_in):
+    """Imports, serves, and in each program runs it."""
+    import gc
+    import importlib
+    import runpy
+    import types
+
+    from tests.test_utils.gloo_pool import PRELOADED
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    path = [each for each in sys.path[1:] if each not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    gc.collect()
+    gc.freeze()
+    words = become(serve(address), stand_in, path)
+    if words[0] == "-m":
+        sys.modules.pop(words[1], None)  # else runpy warns
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if words[0] == "-c":
+        text = words[1]
+    else:
+        main.__file__ = words[0]
+        with open(words[0], encoding="utf-8") as file:
+            text = file.read()
+    exec(compile(text, words[0], "exec"), main.__dict__)
+
+
+class WarmPython:
+    """The server and its stand-in, the executable ``python``, in ``folder``."""
+
+    def __init__(self, folder):
+        import shlex
+        import subprocess
+        import time
+
+        address, self.python = f"{folder}/server", f"{folder}/python"
+        real, here = shlex.quote(sys.executable), shlex.quote(os.path.abspath(__file__))
+        with open(self.python, "w") as file:
+            file.write(f'#!/bin/sh\nexec {real} -ISE {here} shadow {shlex.quote(address)} "$@"\n')
+        os.chmod(self.python, 0o755)
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        self.server = subprocess.Popen(
+            [sys.executable, __file__, "server", address, self.python],
+            env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        while not os.path.exists(address):
+            assert self.server.poll() is None, "the server of warm programs did not start"
+            time.sleep(0.05)
+
+    def close(self):
+        """Ends the server; programs under way go on."""
+        self.server.kill()
+        self.server.wait()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "shadow":
+        run_shadow(sys.argv[2], sys.argv[3:])
+    else:
+        run_server(*sys.argv[2:])
