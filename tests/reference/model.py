@@ -99,8 +99,8 @@ class Model:
 
         normed = norm(x, "input", "post")
         branch = norm(attention(self, normed, f"{at}.self_attention", number), "post_self_attention", "pre")
-        seen, stream = x, normed if behind or c.embed_layernorm and number == 1 else x
-        x = stream + self.dropout(branch, *self.site(number), "attention output")
+        x = normed if c.embed_layernorm and number == 1 else x
+        seen, x = x, (normed if behind else x) + self.dropout(branch, *self.site(number), "attention output")
         x = self.between(x, at, number)
         normed = norm(seen if c.use_parallel_residual else x, "pre_mlp", "post")
         has_experts = f"{at}.mlp.router.weight" in self.weights
