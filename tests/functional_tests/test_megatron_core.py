@@ -117,7 +117,7 @@ def test_what_we_write_goes_on_there_with_its_losses(there, tmp_path, tp, pp):
     np.testing.assert_allclose(json.loads((tmp_path / "losses.json").read_text()), theirs, rtol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable", "fully_sharded_model_space"])
 def test_the_distributed_optimizers_state_is_that_of_the_plain_one(there, tmp_path, kind):
     run_there(
         4, 29660, 2, 2, until=[SWITCH], formats=["torch_dist", "torch"], save=str(tmp_path), sharding_type=kind,

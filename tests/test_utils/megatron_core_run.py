@@ -65,11 +65,11 @@ def prepare():
     torch.cuda.set_rng_state = lambda *_, **__: None
     dist.init_process_group("gloo")
     OnCpu().__enter__()
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
     from megatron.core.tensor_parallel import random
 
-    filesystem_async.mp = types.SimpleNamespace(get_context=lambda _: Threads(), Queue=queue.Queue)
+    filesystem_async.mp = async_utils.mp = types.SimpleNamespace(get_context=lambda _: Threads(), Queue=queue.Queue)
     filesystem_async._process_memory = lambda: 0  # asks for psutil
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER = NoSeeds()
