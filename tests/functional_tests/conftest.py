@@ -2,8 +2,15 @@
 
 import pytest
 
+from tests.test_utils.gpt_runs import write_dataset
 from tests.test_utils.layouts import Matrix
 from tests.test_utils.warm_python import WarmPython
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Prefix of a small data set."""
+    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 @pytest.fixture(scope="session")

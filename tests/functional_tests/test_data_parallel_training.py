@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from tests.test_utils.gpt_runs import losses, read_records, train_with_errors, write_dataset
+from tests.test_utils.gpt_runs import losses, read_records, train_with_errors
 
 SHARDED = ["--use-distributed-optimizer"]
 OVERLAPPED = [*SHARDED, "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -14,11 +14,6 @@ SMALL = ["--ddp-bucket-size", "1500"]
 SHORT = ["--train-iters", "4", "--lr-decay-iters", "6", "--attention-dropout", "0", "--eval-iters", "0"]
 WITH_EVALUATION = ["--train-iters", "6", "--lr-decay-iters", "8", "--eval-iters", "2"]
 BF16 = ["--bf16"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 def run(pool, world_size, dataset, save, flags, fp64=False):

@@ -4,7 +4,6 @@ without a changed bit."""
 import pytest
 
 from tests.functional_tests.test_data_parallel_training import digests, run, tensors, train_records
-from tests.test_utils.gpt_runs import write_dataset
 
 MODEL = (
     "--swiglu --hidden-dropout 0.1 --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 16"
@@ -25,11 +24,6 @@ LAYOUTS = {
     "ep2 fsdp": (4, "--expert-model-parallel-size 2 --use-torch-fsdp2"),
 }  # fmt: skip
 BUFFERS = ("router.expert_bias", "router.last_choices")
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 @pytest.fixture(scope="module")

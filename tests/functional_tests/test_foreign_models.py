@@ -4,18 +4,15 @@ Each is built through the command line of ``pretrain_gpt.py``, in float32 on one
 torch.
 """
 
-import math
-
 import pytest
 import torch
 
-from tests.test_utils.foreign_models import LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of, to_ours
+from tests.test_utils.foreign_comparison import compare_gradients, compare_losses
+from tests.test_utils.foreign_models import MIXTURES, MODELS, VOCAB, build, flags_of, to_ours
 
 pytest.importorskip("transformers", reason="pip install transformers: it is what the models are compared with")
 
 FAMILIES = {**MODELS, **MIXTURES}
-TOLERANCE = 1e-5
-"""Relative to the largest entry of a tensor: two orders of float32 operations."""
 
 
 def our_model(model):
@@ -25,18 +22,7 @@ def our_model(model):
     class WithoutTokenizer(GPTTask):
         vocab_size = VOCAB
 
-    cfg = validate_args(parse_args(flags_of(model), needs_data=False), 1)
-    return WithoutTokenizer(cfg).model_provider()
-
-
-def assert_close(name, found, expected):
-    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-    assert math.isfinite(error) and error <= TOLERANCE, f"{name} is off by {error:.1e} of its largest entry"
-
-
-def folded(theirs, ours):
-    """Tensors of many experts, which here are one above the other."""
-    return theirs.reshape(-1, *ours.shape[1:])
+    return WithoutTokenizer(validate_args(parse_args(flags_of(model), needs_data=False), 1)).model_provider()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -47,32 +33,12 @@ def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     with torch.no_grad():
         biases = [(key, each) for key, each in ours.named_buffers() if key.endswith("expert_bias")]
         for key, parameter in (*ours.named_parameters(), *biases):
-            value = folded(weights[key], parameter)
-            assert value.shape[1:] == parameter.shape[1:] and len(value) <= len(parameter), key
+            value = weights[key].reshape(-1, *parameter.shape[1:])
+            assert len(value) <= len(parameter), key
             parameter[: len(value)].copy_(value)
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
-    labels = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
-    mask = (torch.rand(2, LENGTH, generator=generator) < 0.7).float()
-
-    expected = foreign(input_ids=tokens, use_cache=False).logits
-    positions = torch.arange(LENGTH).expand(2, -1)
-    assert_close("logits", ours(tokens, positions)[..., :VOCAB], expected)
-
-    expected_loss = (torch.nn.functional.cross_entropy(expected.transpose(1, 2), labels, reduction="none") * mask).sum()
-    loss = (ours(tokens, positions, labels=labels) * mask).sum()
-    assert_close("loss", loss.detach(), expected_loss.detach())
-    (loss / mask.sum()).backward()
-    (expected_loss / mask.sum()).backward()
+    compare_losses(ours, foreign)
     gradients = {key: value.grad for key, value in foreign.named_parameters()}
-    expected_gradients = to_ours(gradients, model)
-    compared = 0
-    for key, parameter in ours.named_parameters():
-        expected = folded(expected_gradients[key], parameter)
-        rows = len(expected)
-        assert_close(f"gradient of {key}", parameter.grad[:rows], expected)
-        assert not parameter.grad[rows:].any(), f"the padding of {key} has a gradient"
-        compared += parameter[:rows].numel()
+    compared = compare_gradients(ours, to_ours(gradients, model))
     assert compared == sum(each.numel() for each in foreign.parameters()), "a weight of theirs has no place here"
 
 

@@ -13,11 +13,6 @@ from megatron.training.evaluate import Evaluator
 from tests.test_utils.gpt_runs import VOCAB_SIZE, losses, read_records, train, train_with_errors, write_dataset
 
 
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
-
-
 def data_flags(dataset, save):
     return ["--data-path", str(dataset), "--split", "80,10,10", "--save", str(save)]
 

@@ -6,11 +6,11 @@ Then it is written by ``save_hf`` and loaded by ``transformers`` again: the same
 """
 
 import json
-import math
 
 import pytest
 import torch
 
+from tests.test_utils.foreign_comparison import compare_gradients, compare_losses, random_text
 from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of
 from tests.test_utils.hf_folders import random_model
 
@@ -23,8 +23,6 @@ from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
 from megatron.core.export.hf.registry import known_families  # noqa: E402
 
 EVERY = {**MODELS, **MIXTURES}
-TOLERANCE = 1e-5
-"""Relative to the largest entry of a tensor: two orders of float32 operations."""
 CONVERTED = [name for name, model in EVERY.items() if any(
     family.architecture.startswith((f"{model.architecture}For", f"{model.architecture}LMHead"))
     for family in known_families().values()
@@ -47,11 +45,6 @@ def our_model(settings):
     return WithoutTokenizer(cfg).model_provider()
 
 
-def assert_close(name, found, expected):
-    error = (found - expected).abs().max().item() / max(expected.abs().max().item(), 1e-30)
-    assert math.isfinite(error) and error <= TOLERANCE, f"{name} is off by {error:.1e} of its largest entry"
-
-
 def fill(ours, interchange):
     """Load as a checkpoint would be: every tensor of the model, by its global name and shape."""
     from megatron.core import parallel_state
@@ -72,40 +65,20 @@ def saved(name, tmp_path, dtype=torch.float32):
     return foreign, tmp_path / "theirs"
 
 
-def text():
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
-    labels = torch.randint(0, VOCAB, (2, LENGTH), generator=generator)
-    return tokens, labels, (torch.rand(2, LENGTH, generator=generator) < 0.7).float()
-
-
 @pytest.mark.parametrize("name", CONVERTED)
 def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformers(name, tmp_path):
     foreign, folder = saved(name, tmp_path)
     model = load_hf(folder)
     ours = our_model(model.settings)
     fill(ours, model)
-    tokens, labels, mask = text()
-    positions = torch.arange(LENGTH).expand(2, -1)
-
-    expected = foreign(input_ids=tokens, use_cache=False).logits
-    assert_close("logits", ours(tokens, positions)[..., :VOCAB], expected)
-    expected_loss = (torch.nn.functional.cross_entropy(expected.transpose(1, 2), labels, reduction="none") * mask).sum()
-    loss = (ours(tokens, positions, labels=labels) * mask).sum()
-    assert_close("loss", loss.detach(), expected_loss.detach())
-    (loss / mask.sum()).backward()
-    (expected_loss / mask.sum()).backward()
-
+    compare_losses(ours, foreign)
     # their gradients, saved as if they were weights, are read by the same tables
     with torch.no_grad():
         for parameter in foreign.parameters():
             parameter.copy_(parameter.grad)
     foreign.save_pretrained(tmp_path / "gradients")
     gradients = load_hf(tmp_path / "gradients").tensors
-    for key, parameter in ours.named_parameters():
-        expected = gradients[f"model.{key}"].read().reshape(-1, *parameter.shape[1:])
-        assert_close(f"gradient of {key}", parameter.grad[: len(expected)], expected)
-        assert not parameter.grad[len(expected) :].any(), f"the padding of {key} has a gradient"
+    compare_gradients(ours, {key.removeprefix("model."): gradient.read() for key, gradient in gradients.items()})
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -135,7 +108,7 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     free = ("_name_or_path", "num_nextn_predict_layers")
     different = {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key not in free}
     assert not different
-    tokens = text()[0]
+    tokens = random_text()[0]
     assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
 
 

@@ -1,20 +1,14 @@
 """Whole runs with multi-latent attention: they resume bit for bit, and go on in any layout."""
 
 import numpy as np
-import pytest
 
-from tests.test_utils.gpt_runs import losses, train_with_errors, write_dataset
+from tests.test_utils.gpt_runs import losses, train_with_errors
 
 LATENT = (
     "--multi-latent-attention --q-lora-rank 12 --kv-lora-rank 20 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6"
     " --qk-layernorm --position-embedding-type rope --rotary-scaling-factor 4 --mscale-all-dim 1"
     " --yarn-original-max-position-embeddings 16 --num-layers 4 --split 80,10,10 --save-interval 4"
 )
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 def train(pool, world_size, dataset, save, *flags):

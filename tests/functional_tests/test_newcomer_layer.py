@@ -21,7 +21,7 @@ from megatron.training.model_description import describe_run
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.report.memory import estimate_memory
 from megatron.training.report.pipeline import stages_of
-from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors, write_dataset
+from tests.test_utils.gpt_runs import MODEL_FLAGS, losses, train_with_errors
 from tests.test_utils.layout_table import CUT, DROPOUT, FSDP, GATHER, LLAMA, PP2, PP4, SP, TP2, VPP, ZB
 from tests.test_utils.layouts import VOCAB_SIZE, Layout, configure
 
@@ -188,11 +188,6 @@ def test_a_branch_that_no_rank_holds_is_named(gloo_pool):
 
 
 # ---- whole programs
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 def train(pool, world_size, dataset, save, *flags):

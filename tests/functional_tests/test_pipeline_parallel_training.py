@@ -7,18 +7,13 @@ import pytest
 import torch
 
 from megatron.core.dist_checkpointing.reader import CheckpointReader
-from tests.test_utils.gpt_runs import losses, read_records, train_with_errors, write_dataset
+from tests.test_utils.gpt_runs import losses, read_records, train_with_errors
 
 FOUR_LAYERS = ["--num-layers", "4"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 VPP2 = [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]
 CUT = ["--pipeline-model-parallel-layout"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 def run(pool, world_size, dataset, save, *flags, fp64=True):

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.test_utils.gpt_runs import losses, read_records, train, write_dataset
+from tests.test_utils.gpt_runs import losses, read_records, train
 
 LAYOUTS = {
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
@@ -25,11 +25,6 @@ LAYOUTS = {
 MODEL = [
     "--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm", "--qk-layernorm",
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 def run(gloo_pool, dataset, folder, world_size, flags):

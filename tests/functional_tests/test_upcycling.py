@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.functional_tests.test_data_parallel_training import run, tensors, train_records
-from tests.test_utils.gpt_runs import read_records, train_with_errors, write_dataset
+from tests.test_utils.gpt_runs import read_records, train_with_errors
 
 DENSE = "--swiglu --ffn-hidden-size 48 --position-embedding-type rope"
 START = "--num-experts 4 --moe-use-upcycling --train-iters 3"
@@ -18,11 +18,6 @@ LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "fsdp": (2, "--use-torch-fsdp2"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return write_dataset(tmp_path_factory.mktemp("data") / "numbers")
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ def prepare():
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda *_, **__: None
+    np.product = np.prod  # of numpy 1, which 0.14 was written for
     dist.init_process_group("gloo")
     OnCpu().__enter__()
     from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async

@@ -8,6 +8,7 @@ import random
 import select
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -41,23 +42,28 @@ PHASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_death_at_any_phase_leaves_the_old_or_the_new_checkpoint(tmp_path, phase, snapshots):
-    cfg = settings(tmp_path, save_retain_interval=10)
-    again = phase == "between_renames"
-
-    armed = []
+def outlive_death(cfg, phase, save, snapshots):
+    """The run that follows on one that died at ``phase`` of ``save(run)``: it has loaded the old or the new checkpoint,
+    and saved again."""
+    again, armed = phase == "between_renames", []
     run = Run(cfg, fault=lambda name: os._exit(9) if armed and name == phase else None).train(2)
     assert run.save()
     run.train(0 if again else 2)
     armed.append(1)
-    assert in_child(run.save) == 9
+    assert in_child(lambda: save(run)) == 9
     survivor = Run(cfg)
     survivor.load()
     assert survivor.state.iteration in ((2,) if again else (2, 4))
     assert survivor.bits() == snapshots[survivor.state.iteration]
     assert survivor.train(1).save()
-    assert not [p for p in tmp_path.glob(".*") if p.name != ".lock"], "the next save cleans up"
+    assert not [p for p in Path(cfg.save).glob(".*") if p.name != ".lock"], "the next save cleans up"
+    return survivor
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_death_at_any_phase_leaves_the_old_or_the_new_checkpoint(tmp_path, phase, snapshots):
+    cfg = settings(tmp_path, save_retain_interval=10)
+    survivor = outlive_death(cfg, phase, Run.save, snapshots)
     assert Run(cfg).load().iteration == survivor.state.iteration
 
 

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import CheckpointError, CheckpointReader, staging, writer
 from megatron.training.checkpoint.files import read_tracker, saved_iterations
 from tests.test_utils.checkpointed_run import TRACKER, Run, settings
-from tests.unit_tests.training.test_checkpoint_damage import PHASES, in_child
+from tests.unit_tests.training.test_checkpoint_damage import PHASES, outlive_death
 
 SAME = {"async_save", "async_save_staging_gb", "save", "load", "explicit"}
 
@@ -171,24 +171,11 @@ def test_a_file_system_that_hangs_is_named(tmp_path):
 
 @pytest.mark.parametrize("phase", [*PHASES, "before_shards", "shards_written"])
 def test_death_at_any_phase_leaves_the_old_or_the_new_checkpoint(tmp_path, phase, snapshots):
-    cfg = settings(tmp_path, save_retain_interval=10, async_save=True)
-    again, armed = phase == "between_renames", []
-    run = Run(cfg, fault=lambda name: os._exit(9) if armed and name == phase else None).train(2)
-    assert run.save()
-    run.train(0 if again else 2)
-    armed.append(1)
-
-    def save_behind():
+    def save_behind(run):
         run.checkpointer.start_save(run.state, background=True)
         run.checkpointer.finish_save(wait=True)
 
-    assert in_child(save_behind) == 9
-    survivor = Run(cfg)
-    survivor.load()
-    assert survivor.state.iteration in ((2,) if again else (2, 4))
-    assert survivor.bits() == snapshots[survivor.state.iteration]
-    assert survivor.train(1).save()
-    assert not [p for p in tmp_path.glob(".*") if p.name != ".lock"], "the next save cleans up"
+    outlive_death(settings(tmp_path, save_retain_interval=10, async_save=True), phase, save_behind, snapshots)
 
 
 def ranks_save_behind(rank, world, folder, broken):
