@@ -1,0 +1,43 @@
+"""tools/unigram_baseline.py: what predictions without a model cost."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset
+
+PATH = Path(__file__).resolve().parents[3] / "tools" / "unigram_baseline.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("unigram_baseline", PATH)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Samples(MaskedWordPieceDataset):
+    """Masked samples from lists of (labels, order)."""
+
+    def __init__(self, rows):
+        self.sample_index = rows
+
+    def __getitem__(self, index):
+        labels, order = self.sample_index[index]
+        labels = np.array(labels)
+        return {"labels": labels, "loss_mask": (labels >= 0).astype(np.int64), "is_random": order}
+
+
+def test_masked_tokens_are_counted_where_they_are_predicted(tool):
+    train = Samples([([1, -1, 2], 0), ([1, -1, -1], 1), ([-1, -1, -1], 0), ([1, 1, 1], 0)])
+    counts = tool.token_counts(train, 4)
+    assert counts.tolist() == [1, 6, 2, 1]
+    loss = tool.unigram_loss(counts, Samples([([-1, 1, -1], 0), ([0, -1, 2], 1), ([3, 3, 3], 0)]), 2)
+    assert loss == pytest.approx(-(math.log(0.6) + math.log(0.1) + math.log(0.2)) / 3)
+    assert tool.order_loss(train, Samples([([1], 1), ([1], 0), ([1], 0), ([1], 1)]), 3) == pytest.approx(
+        -(math.log(0.25) + 2 * math.log(0.75)) / 3
+    )
