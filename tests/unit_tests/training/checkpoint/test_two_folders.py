@@ -124,17 +124,25 @@ def test_a_slow_folder_that_fails_counts_although_the_fast_one_works(tmp_path, m
     run, write_file = start(both(tmp_path)), writer.write_file
     run.train(1)
 
-    def full(path, data):
-        if "/slow/" in str(path):
-            raise OSError(28, "No space left on device")
-        write_file(path, data)
+    def fill(folder):
+        def full(path, data):
+            if folder in str(path):
+                raise OSError(28, "No space left on device")
+            write_file(path, data)
 
-    monkeypatch.setattr(writer, "write_file", full)
+        monkeypatch.setattr(writer, "write_file", full)
+
+    fill("/slow/")
     for count in (1, 2):
         assert not run.save() and run.checkpointer.failed_saves == count
         save_fast(run)
     monkeypatch.undo()
     assert run.save() and run.checkpointer.failed_saves == 0
+    fill("/fast/")
+    assert not run.checkpointer.start_save(run.state, fast=True).saved and run.checkpointer.failed_saves == 1
+    monkeypatch.undo()
+    save_fast(run)
+    assert run.checkpointer.failed_saves == 0
 
 
 def test_local_folders_are_for_one_host(tmp_path, monkeypatch):

@@ -109,7 +109,8 @@ def test_tensors_are_read_lazily_and_equal(tmp_path):
     torch.save(saved, tmp_path / "a.pt")
     read = read_archive(tmp_path / "a.pt")
     for name in ("whole", "view", "turned", "bf16", "scalar", "empty", "parameter"):
-        assert torch.equal(read[name].read(), saved[name].detach()) and read[name].dtype == saved[name].dtype
+        assert torch.equal(read[name].read(), saved[name].detach())
+        assert read[name].dtype == read[name].read().dtype == saved[name].dtype
     assert torch.equal(read["nested"]["a"][0][0].read(), torch.ones(2, dtype=torch.int64))
     assert read["args"]["lr"] == 1.0 and read["double"] == 2.5 and read["bytes"]["state"][0] == b"abc"
     assert read["dtype"] is torch.float16 and list(read["size"]) == [1, 2]
