@@ -6,7 +6,10 @@ import pytest
 from tests.functional_tests.test_data_parallel_training import digests, tensors, train_records
 from tests.test_utils.gpt_runs import train_with_errors
 
-FLAGS = ["--mock-data", "--save-interval", "2", "--lr-decay-iters", "8", "--train-iters", "6", "--hidden-dropout", "0.1", "--log-interval", "1"]
+FLAGS = [
+    "--mock-data", "--save-interval", "2", "--lr-decay-iters", "8", "--train-iters", "6", "--hidden-dropout", "0.1",
+    "--log-interval", "1",
+]  # fmt: skip
 LAYOUTS = {
     "bert": {
         "one": (1, ""),
