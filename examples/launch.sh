@@ -11,7 +11,8 @@ run_flags() {  # data, layout, checkpoints and log: what depends on your machine
     if [ -n "${DATA_PATH:-}" ]; then
         FLAGS+=(--data-path $DATA_PATH --split "${SPLIT:-99,1,0}" --tokenizer-type "$TOKENIZER_TYPE")  # words: a blend
         if [ -n "${TOKENIZER_MODEL:-}" ]; then FLAGS+=(--tokenizer-model "$TOKENIZER_MODEL"); fi
-        if [ -n "${VOCAB_FILE:-}" ]; then FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE"); fi
+        if [ -n "${VOCAB_FILE:-}" ]; then FLAGS+=(--vocab-file "$VOCAB_FILE"); fi
+        if [ -n "${MERGE_FILE:-}" ]; then FLAGS+=(--merge-file "$MERGE_FILE"); fi
     else
         echo "no DATA_PATH: random tokens" >&2
         FLAGS+=(--mock-data --tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")

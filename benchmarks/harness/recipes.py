@@ -53,6 +53,8 @@ CHOICES = (
     Choice("qwen3_moe/qwen3_30b_a3b", "141 GB", "NNODES=1 GPUS_PER_NODE=4 PP=1 EP=4", PRECISION_AWARE, QWEN3),
     Choice("deepseek_v3/deepseek_v3_671b", "80 GB"),
     Choice("deepseek_v3/deepseek_v3_671b", "80 GB", "NNODES=32 EP=16"),
+    Choice("bert/bert_340m_distributed", "80 GB"),
+    Choice("bert/bert_340m_distributed", "80 GB", "GPUS_PER_NODE=1"),
 )
 
 

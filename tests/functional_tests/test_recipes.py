@@ -18,12 +18,13 @@ PARAMETERS = {
     "train_llama3_70b": 70_553_706_496,
     "train_mixtral_8x7b_distributed": 46_702_792_704,
     "train_qwen3_30b_a3b": 30_532_122_624,
+    "train_bert_340m_distributed": 336_226_108,
     "train_deepseek_v3_671b": 682_636_472_320,  # 671,026,404,352 and the layer of multi-token prediction
 }
 SMALL = {
     "--num-layers": "2", "--hidden-size": "32", "--num-attention-heads": "4", "--seq-length": "32",
-    "--max-position-embeddings": "32", "--vocab-size": "300", "--global-batch-size": "4", "--eval-iters": "0",
-    "--num-workers": "0",
+    "--max-position-embeddings": "32", "--vocab-size": "300", "--micro-batch-size": "1", "--global-batch-size": "4",
+    "--eval-iters": "0", "--num-workers": "0",
 }  # fmt: skip
 SMALLER = {
     "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
