@@ -43,7 +43,7 @@ class StepStatistics:
         """Add ``values`` (any shape of as many elements) to a vector; in training alone, and not when recomputing."""
         if self._sums is None:  # once: a captured CUDA graph adds to this memory
             self._sums = torch.zeros(sum(self.sizes.values()), dtype=torch.float64, device=values.device)
-        self._sums[self._places[name]] += values.detach().reshape(-1)
+        self._sums[self._places[name]].add_(values.detach().reshape(-1))  # += would copy the sum onto itself
 
     def take(self, device: torch.device) -> Tensor:
         """All vectors one after another, which start anew from zero."""

@@ -29,23 +29,27 @@ class Permutation(NamedTuple):
 
     choice_r: Tensor
     """int64 [r]: t * number of choices + j of the choice whose row this is; -1 for a row of no choice."""
+    token_r: Tensor
+    """int64 [r]: token of each row; -1 for none."""
     place_tj: Tensor
     """int64 [t, j]: row of each choice; -1 where it has none."""
     ends: Tensor
     """int32 [keys]: where the rows of each key end; those after the last are of no choice."""
-
-    @property
-    def token_r(self) -> Tensor:
-        """Token of each row; -1 for none."""
-        return torch.div(self.choice_r, self.place_tj.shape[1], rounding_mode="floor")
+    is_complete: bool = False
+    """Whether every choice has a row, and every row a choice."""
 
     def head(self, rows: int) -> Permutation:
         """The first ``rows`` rows, where the others are of no choice."""
-        return self._replace(choice_r=self.choice_r[:rows])
+        return self._replace(choice_r=self.choice_r[:rows], token_r=self.token_r[:rows])
 
 
-def sort_choices(key_tj: Tensor, num_keys: int) -> Permutation:
-    """Choices ordered by key, those of one key by token: [t, j] integers up to ``num_keys``, which stands for none.
+def _tokens_of(choice_r: Tensor, num_choices: int) -> Tensor:
+    return choice_r if num_choices == 1 else torch.div(choice_r, num_choices, rounding_mode="floor")
+
+
+def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) -> Permutation:
+    """Choices ordered by key, those of one key by token: [t, j] integers up to ``num_keys``, which stands for none, of
+    which there are none in a complete set.
 
     As many rows as choices, those of none at the end. The host waits for nothing.
     """
@@ -55,8 +59,10 @@ def sort_choices(key_tj: Tensor, num_keys: int) -> Permutation:
     bounds = torch.arange(num_keys, dtype=sorted_keys.dtype, device=keys.device)
     ends = torch.searchsorted(sorted_keys, bounds, right=True, out_int32=True)
     place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    choice_r = order.masked_fill(sorted_keys == num_keys, -1)
-    return Permutation(choice_r, place.masked_fill(keys == num_keys, -1).view(key_tj.shape), ends)
+    if not is_complete:
+        order.masked_fill_(sorted_keys == num_keys, -1)
+        place.masked_fill_(keys == num_keys, -1)
+    return Permutation(order, _tokens_of(order, key_tj.shape[1]), place.view(key_tj.shape), ends, is_complete)
 
 
 def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutation:
@@ -71,7 +77,8 @@ def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutati
     choices = torch.arange(place.numel(), device=place.device)
     choice_r.scatter_(0, place.flatten().masked_fill(~kept.flatten(), rows), choices)  # the last row takes the others
     even_ends = torch.arange(1, num_keys + 1, dtype=torch.int32, device=place.device) * capacity
-    return Permutation(choice_r[:rows], place, even_ends)
+    choice_r = choice_r[:rows]
+    return Permutation(choice_r, _tokens_of(choice_r, place.shape[1]), place, even_ends)
 
 
 def gather_plain(x: Tensor, source_r: Tensor) -> Tensor:
@@ -176,6 +183,24 @@ class _Combine(torch.autograd.Function):
         return ctx.gather(grad, ctx.saved_tensors[0]), None, None, None
 
 
+class _GatherChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source_r: Tensor, place_tkc: Tensor, is_complete: bool) -> Tensor:
+        ctx.save_for_backward(place_tkc)
+        ctx.is_complete = is_complete
+        return x.flatten()[source_r]  # -1 is the last one
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (place_tkc,) = ctx.saved_tensors
+        if not len(grad):  # -1 is no row then
+            return grad.new_zeros(place_tkc.shape[:-1]), None, None, None
+        found = grad[place_tkc]
+        if not ctx.is_complete:
+            found = found.masked_fill_(place_tkc < 0, 0)
+        return found.squeeze(-1) if found.shape[-1] == 1 else found.sum(-1), None, None, None
+
+
 def gather_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
     """Each choice's copy of its token: [t, h] -> [r, h]."""
     return _Gather.apply(x, permutation.token_r, permutation.place_tj, moves)
@@ -188,8 +213,7 @@ def combine_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -
 
 def gather_choices(x: Tensor, permutation: Permutation) -> Tensor:
     """A number per choice for its row: [t, k] -> [r]. With j = copies * k choices, each number goes to all copies (k
-    slow, copies fast)."""
-    copies = permutation.place_tj.numel() // max(1, x.numel())
-    source = torch.div(permutation.choice_r, max(1, copies), rounding_mode="floor")
-    place = permutation.place_tj.reshape(-1, max(1, copies))
-    return _Gather.apply(x.reshape(-1, 1), source, place, PLAIN).squeeze(-1)
+    slow, copies fast). Rows of no choice have any number: what is computed from them nobody reads."""
+    copies = max(1, permutation.place_tj.numel() // max(1, x.numel()))
+    place = permutation.place_tj.view(*x.shape, copies)
+    return _GatherChoices.apply(x, _tokens_of(permutation.choice_r, copies), place, permutation.is_complete)

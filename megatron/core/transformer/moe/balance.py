@@ -135,11 +135,10 @@ def side_loss(
     local, whole = lengths
     tokens_b = tokens_b.to(sums.z_b.dtype)
     count = tokens_b.sum() * (local / whole)
-    loss, statistics = tokens_b.new_zeros(()), {}
+    losses, statistics = [], {}
 
     def add(name: str, coefficient: float, share: Tensor) -> None:
-        nonlocal loss
-        loss = loss + coefficient * share
+        losses.append(coefficient * share)
         statistics[name] = torch.stack((share.detach(), count))
 
     for name, f_be in fractions.items():
@@ -149,4 +148,4 @@ def side_loss(
         add(STATISTICS[name], rule.coefficient_of[name], share)
     if rule.z_coefficient:
         add("z_loss", rule.z_coefficient, (sums.z_b * tokens_b).sum() / whole)
-    return loss, statistics
+    return sum(losses[1:], losses[0]), statistics

@@ -9,11 +9,11 @@ all-to-all  a row goes where its expert is and comes back; of an expert that sev
             parallelism) to each of them, and the partial sums meet where the token is
 
 All compute the same sums. Rows of one expert are in the order of ranks and tokens. Without capacity nothing is dropped;
-with ``moe_pad_expert_input_to_capacity`` every expert gets as many rows, the missing ones zeros of weight zero, and
-again nothing waits for the device. With ``moe_static_rows`` all-gather has as many rows as can come at the most: a
-token's experts differ, so that min(k, e) of its choices are this rank's. Nothing waits then, for room that is EP times
-as large as the rows of equal load. (All-to-all with even splits would have as many rows to send as that has room, k
-times what all-gather sends.) Otherwise, with several expert-parallel ranks, the host reads how many rows come.
+with ``moe_pad_expert_input_to_capacity`` every expert gets as many rows, the missing ones zeros, and again nothing
+waits for the device. With ``moe_static_rows`` all-gather has as many rows as can come at the most: a token's experts
+differ, so that min(k, e) of its choices are this rank's. Nothing waits then, for room that is EP times as large as the
+rows of equal load. (All-to-all with even splits would have as many rows to send as that has room, k times what
+all-gather sends.) Otherwise, with several expert-parallel ranks, the host reads how many rows come.
 
 A dispatch or combine that is started runs beside what is done until its result is called for.
 
@@ -96,8 +96,8 @@ class Dispatcher:
         """A function that waits for the result of :meth:`combine`; to be called once."""
         raise NotImplementedError
 
-    def _sorted(self, key: Tensor, num_keys: int, capacity: int | None) -> Permutation:
-        permutation = sort_choices(key, num_keys)
+    def _sorted(self, key: Tensor, num_keys: int, capacity: int | None, *, is_complete: bool) -> Permutation:
+        permutation = sort_choices(key, num_keys, is_complete=is_complete)
         return permutation if capacity is None else pad_to(permutation, key, capacity)
 
 
@@ -105,7 +105,9 @@ class LocalDispatcher(Dispatcher):
     """One rank has all experts."""
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
-        permutation = self._sorted(routing.experts, self.num_experts, self.capacity(len(tokens)))
+        permutation = self._sorted(
+            routing.experts, self.num_experts, self.capacity(len(tokens)), is_complete=not routing.drops
+        )  # fmt: skip
         rows, weights = gather_rows(tokens, permutation, self.moves), gather_choices(routing.weights, permutation)
         return lambda: Dispatched(rows, weights, permutation.ends, permutation)
 
@@ -138,10 +140,13 @@ class AllGatherDispatcher(Dispatcher):
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         choosing = begin_all_gather(routing.experts, self.group)
         weighting, gathering = start_all_gather(routing.weights, self.group), start_all_gather(tokens, self.group)
-        local = choosing.wait() - self.ep.rank * self.num_local
-        capacity = self.capacity(len(tokens))
-        key = local.masked_fill((local < 0) | (local >= self.num_local), self.num_local)
-        permutation = self._sorted(key, self.num_local, capacity and capacity * self.group.size)
+        capacity, is_complete = self.capacity(len(tokens)), self.ep.size == 1 and not routing.drops
+        # modulo: experts of lower ranks come behind those of this one, as dropped choices and all others are
+        behind = (choosing.wait() - self.ep.rank * self.num_local).remainder_(self.num_experts + 1)
+        key = behind.clamp_(max=self.num_local)
+        permutation = self._sorted(
+            key, self.num_local, capacity and capacity * self.group.size, is_complete=is_complete
+        )  # fmt: skip
         count = None
         if self.ep.size > 1 and capacity is None:  # cut off the rows of other ranks' experts
             if self.static_rows:
@@ -187,7 +192,7 @@ class AllToAllDispatcher(Dispatcher):
 
     def start_dispatch(self, tokens: Tensor, routing: Routing) -> Callable[[], Dispatched]:
         key, capacity = self._keys(routing.experts), self.capacity(len(tokens))
-        sent = self._sorted(key, self.group.size * self.num_local, capacity)
+        sent = self._sorted(key, self.group.size * self.num_local, capacity, is_complete=not routing.drops)
         counting = self._begin_counting(sent.ends)
         rows, weights = gather_rows(tokens, sent, self.moves), gather_choices(routing.weights, sent)
         count_ne, send, receive = counting() if capacity is None else self._fixed_counts(capacity, sent.ends)
@@ -199,6 +204,8 @@ class AllToAllDispatcher(Dispatcher):
 
     def _keys(self, experts: Tensor) -> Tensor:
         """[t, k * etp] numbers by receiving rank and its local expert; the last one for dropped choices."""
+        if self.etp.size == 1:
+            return experts
         owner, local = experts // self.num_local, experts % self.num_local
         copies = torch.arange(self.etp.size, device=experts.device) * self.etp_stride
         rank = (owner * self.ep_stride).unsqueeze(-1) + copies
@@ -227,7 +234,7 @@ class AllToAllDispatcher(Dispatcher):
             return Dispatched(rows, weights, count_ne.sum(0).cumsum(0).int(), way)
         expert = torch.arange(self.num_local, device=rows.device).repeat(self.group.size)
         key = torch.repeat_interleave(expert, count_ne.flatten(), output_size=len(rows)).unsqueeze(-1)
-        received = sort_choices(key, self.num_local)
+        received = sort_choices(key, self.num_local, is_complete=True)
         rows, weights = gather_rows(rows, received, self.moves), gather_choices(weights.unsqueeze(-1), received)
         return Dispatched(rows, weights, received.ends, way._replace(received=received))
 

@@ -150,7 +150,7 @@ class TopKRouter(nn.Module):
             weights = self._with_side_losses(weights, logits, sums, ctx)
             if not is_recomputing():
                 self._count(sums, kept_experts)
-        return Routing(kept_experts, weights)
+        return Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
 
     def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         eps = self.config.moe_input_jitter_eps

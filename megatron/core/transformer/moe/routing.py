@@ -37,6 +37,8 @@ class Routing(NamedTuple):
     """int64 [t, k], different ones for a token; the number of experts where the choice was dropped."""
     weights: Tensor
     """[t, k], differentiable; 0 where the choice was dropped."""
+    drops: bool = True
+    """Whether a choice may be dropped; if none is, permutations need no masks."""
 
 
 def maths_dtype(x: Tensor) -> torch.dtype:

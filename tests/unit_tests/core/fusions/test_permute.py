@@ -71,10 +71,26 @@ def test_gather_and_combine_are_exact_and_have_exact_gradients(capacity):
     assert torch.equal(gather_rows(x, permutation), torch.stack(expected).to(DOUBLE))
     assert torch.autograd.gradcheck(lambda x: gather_rows(x, permutation), x)
     assert torch.autograd.gradcheck(lambda y: combine_rows(y, permutation), y)
-    assert torch.autograd.gradcheck(lambda each: gather_choices(each, permutation), numbers)
-    place = permutation.place_tj
+    place, is_choice = permutation.place_tj, permutation.choice_r >= 0
+    assert torch.autograd.gradcheck(lambda each: gather_choices(each, permutation)[is_choice], numbers)
     found = gather_choices(numbers, permutation)
     assert torch.equal(found[place[place >= 0]], numbers[place >= 0])
+
+
+def test_a_complete_permutation_is_the_same_without_masks():
+    key = keys_of(9, 2).clamp(max=KEYS - 1)
+    masked, complete = sort_choices(key, KEYS), sort_choices(key, KEYS, is_complete=True)
+    assert complete.is_complete and not masked.is_complete
+    assert all(torch.equal(one, other) for one, other in zip(masked[:4], complete[:4], strict=True))
+    numbers = filled(9, 2, dtype=DOUBLE).requires_grad_()
+    assert torch.equal(gather_choices(numbers, complete), gather_choices(numbers, masked))
+    assert torch.autograd.gradcheck(lambda each: gather_choices(each, complete), numbers)
+
+
+def test_numbers_have_no_gradient_where_no_rows_are_left():
+    permutation, numbers = sort_choices(torch.full((4, 2), KEYS), KEYS).head(0), torch.ones(4, 2, requires_grad=True)
+    gather_choices(numbers, permutation).sum().backward()
+    assert not numbers.grad.any()
 
 
 def test_a_number_of_a_choice_goes_to_all_its_copies():

@@ -170,7 +170,7 @@ def trained(rank, world_size, kind, tp, cp, micro_batch):
             at = DropoutCoordinates(DropoutStream(3), sample_b + step * BATCH, position)
             side = SideLosses(valid[sample_b], torch.tensor(2.0, dtype=DOUBLE))
             x = (whole * (1 + step))[position][:, sample_b]
-            experts, weights = router(x, ForwardContext(dropout=at, side_losses=side))
+            experts, weights, _ = router(x, ForwardContext(dropout=at, side_losses=side))
             (weights.view(len(position), -1, 2) * target[position][:, sample_b]).sum().mul(2.0).backward()
             for (s, b), chosen in zip(
                 ((s, b) for s in position.tolist() for b in sample_b.tolist()), experts.tolist()

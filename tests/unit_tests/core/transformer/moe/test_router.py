@@ -42,7 +42,7 @@ def context(s=6, b=3, first_sample=0):
 
 def test_routing_of_a_plain_router():
     router, x = make_router(), hidden()
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     logits = F.linear(x, router.weight).view(18, 8)
     assert experts.dtype == torch.int64 and torch.equal(experts, logits.topk(2).indices)
     torch.testing.assert_close(weights, logits.topk(2).values.softmax(-1))
@@ -50,7 +50,7 @@ def test_routing_of_a_plain_router():
 
 def test_counts_of_a_step():
     router, x = make_router(moe_expert_capacity_factor=0.5), hidden()
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     sums = taken(router)
     assert sums["tokens_per_expert"].tolist() == experts.flatten().bincount(minlength=9)[:8].tolist()
     assert sums["tokens_per_expert"].max() <= 3 and sums["dropped"].item() == 36 - sums["tokens_per_expert"].sum()
@@ -66,7 +66,7 @@ def test_precision_of_the_router(dtype, router_dtype):
     with torch.no_grad():
         router.bias.copy_(torch.linspace(-1, 1, 8))
     x = hidden(dtype=dtype).requires_grad_()
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     wide = max(dtype, {None: dtype, "fp32": torch.float32, "fp64": DOUBLE}[router_dtype], key=lambda d: d.itemsize)
     assert weights.dtype == wide
     exact, w, bias = x.detach().to(wide).requires_grad_(), *(p.detach().to(wide) for p in (router.weight, router.bias))
@@ -101,7 +101,7 @@ def test_jitter_is_a_function_of_the_token_and_of_training_alone():
 def test_jitter_scales_gradients():
     router, x = make_router(moe_input_jitter_eps=0.25), hidden().requires_grad_()
     factor = (router._jittered(x, context()) / x).detach()
-    experts, weights = router(x, context())
+    experts, weights, _ = router(x, context())
     weights[:, 0].sum().backward()
     y = (x.detach() * factor).requires_grad_()
     make_router().rule.weigh(F.linear(y, router.weight), experts.view(6, 3, 2))[..., 0].sum().backward()
@@ -110,7 +110,7 @@ def test_jitter_scales_gradients():
 
 def test_forced_balance_is_exact_and_keeps_the_gradient():
     router, x = make_router(moe_router_force_load_balancing=True, moe_router_topk=4), hidden().requires_grad_()
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     assert experts.flatten().bincount(minlength=8).tolist() == [9] * 8
     torch.testing.assert_close(weights, F.linear(x, router.weight).view(18, 8).gather(1, experts).softmax(1))
     weights[:, 0].sum().backward()
@@ -121,7 +121,7 @@ def test_forced_balance_is_exact_and_keeps_the_gradient():
 def test_sinkhorn_balances_in_training_alone(k):
     router, x = make_router(moe_router_load_balancing_type=["sinkhorn"], moe_router_topk=k), hidden(32, 8)
     logits = F.linear(x, router.weight).view(256, 8)
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     torch.testing.assert_close(weights, (logits.sigmoid() if k == 1 else logits.softmax(1)).gather(1, experts))
     even = router.eval()(x)
     assert torch.equal(even.experts, logits.topk(k).indices)
@@ -137,7 +137,7 @@ def test_capacity_drops_and_leaves_the_rest_alone(policy):
     settings = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
     full, x = make_router()(hidden()), hidden().requires_grad_()
     router = make_router(**settings)
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     dropped = experts == 8
     assert dropped.any() and torch.equal(experts[~dropped], full.experts[~dropped])
     torch.testing.assert_close(weights, full.weights.where(~dropped, 0.0))
@@ -156,7 +156,7 @@ def test_nonfinite_logits_are_counted():
     router, x = make_router(), hidden()
     x[2, 1, 3] = torch.nan
     x[0, 0] = torch.inf
-    experts, _ = router(x)
+    experts, *_ = router(x)
     assert taken(router)["nonfinite_router_logit"].item() == 16 and experts.min() >= 0 and experts.max() < 8
 
 
@@ -173,7 +173,7 @@ def test_expert_bias_moves_towards_equal_load():
     for _ in range(300):
         router(x)
         router.end_step(taken(router))
-    experts, weights = router(x)
+    experts, weights, _ = router(x)
     assert experts.flatten().bincount(minlength=8).max() <= 6  # of 4.5 in the mean
     scores = F.linear(x, router.weight).view(18, 8).sigmoid().gather(1, experts)
     torch.testing.assert_close(weights, scores / scores.sum(1, keepdim=True))  # of scores without the bias
