@@ -11,6 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.extensions.transformer_engine import TENorm, TERowParallelLinear, kernel_variables
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.backends import describe_choices
+from megatron.core.models.bert import BertModel
+from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -80,6 +82,24 @@ def test_losses_gradients_and_names_equal_the_built_in_layers(case, monkeypatch)
     fused = case not in ("post-norm residual", "olmo-2")
     assert isinstance(model.decoder.layers[0].self_attention.linear_qkv._gemm.linear,
                       fake_transformer_engine.LayerNormLinear if fused else fake_transformer_engine.Linear)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [{}, {"window_size": (3, 2), "embed_layernorm": True}], ids=["all", "windows"])
+def test_encoders_with_padding_equal_the_built_in_layers(fields, monkeypatch):
+    fake_transformer_engine.install(monkeypatch)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    padding = PackedSeqParams.of_lengths(torch.tensor([LENGTH, 7]), LENGTH)
+    found = []
+    for engine in (False, True):
+        config = make_model(engine, **fields).config
+        spec = get_bert_block_spec(config, use_transformer_engine=engine)
+        model = BertModel(config, 2, spec, VOCAB, LENGTH, groups=SINGLE_PROCESS)
+        losses, order = model(tokens, None, tokens % 2, tokens, packed_seq_params=padding)
+        (losses.sum() + order.square().sum()).backward()
+        found.append((losses, order, {name: param.grad for name, param in model.named_parameters()}))
+    torch.testing.assert_close(found[1][:2], found[0][:2])
+    for name, gradient in found[0][2].items():
+        torch.testing.assert_close(found[1][2][name], gradient, msg=name)
 
 
 def test_branches_of_layers_compose(monkeypatch):
