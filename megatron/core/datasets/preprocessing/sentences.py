@@ -57,7 +57,7 @@ def _punkt(lang: str) -> Any:
     punkt = require("nltk.tokenize.punkt", "--split-sentences")
     try:
         return punkt.PunktTokenizer(lang)
-    except (LookupError, AttributeError):  # no data for it; nltk before 3.9 has only pickled data
+    except (LookupError, AttributeError, ValueError):  # no data, no such name; nltk before 3.9 has only pickled data
         return None
 
 

@@ -257,6 +257,7 @@ def test_sentinels_and_the_decoders_length_end_the_masking(prefix):
             else:
                 cut += 1
         assert 0 < cut < 100
+        assert most == 5 or max(scarce[index]["dec_mask"].sum() for index in range(100)) == 24  # none is left free
 
 
 def test_everything_wrong_is_said_at_once(prefix):
@@ -269,6 +270,12 @@ def test_everything_wrong_is_said_at_once(prefix):
     for said in ("--mask-prob 1.0", "--short-seq-prob 1.1", "masking_max_ngram", "permutation", "at least 5 tokens",
                  "no token for cls, mask"):  # fmt: skip
         assert said in str(refused.value)
+    with pytest.raises(UserError) as refused:
+        config("t5", prefix, masking_probability=1.0, sequence_length_decoder=20)
+    assert len(str(refused.value).splitlines()) == 1
+    with pytest.raises(UserError, match="at least 30"):
+        config("t5", prefix, masking_probability=0.5, sequence_length_decoder=29)
+    config("t5", prefix, WordPieces(sentinels=6), masking_probability=0.5, sequence_length_decoder=30)
     with pytest.raises(UserError) as refused:
         config("t5", prefix, bare, masking_probability=0.5, sequence_length_decoder=20)
     assert "--decoder-seq-length 20: with --encoder-seq-length 48 and --mask-prob 0.5" in str(refused.value)

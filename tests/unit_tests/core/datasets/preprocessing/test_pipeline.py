@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron.core.datasets.preprocessing import inputs
+from megatron.core.datasets.preprocessing import inputs, sentences
 from megatron.core.datasets.preprocessing.pipeline import preprocess
 from megatron.core.datasets.preprocessing.search import find_optimal_workers
 from megatron.core.datasets.preprocessing.sentences import rule_spans
@@ -110,6 +110,23 @@ def test_rules_split_sentences():
         "那是！",
         "End",
     ]
+
+
+@pytest.mark.parametrize("keep_newlines", [False, True])
+def test_punkt_splits_where_its_data_is(monkeypatch, keep_newlines):
+    """An untrained Punkt of NLTK stands for one that was read from data."""
+    punkt = pytest.importorskip("nltk.tokenize.punkt")
+    monkeypatch.setattr(sentences, "_punkt", lambda lang: punkt.PunktSentenceTokenizer())
+    split, name = sentences.make_splitter("english", keep_newlines)
+    assert name == "NLTK Punkt, english"
+    end = "\n\n" if keep_newlines else ""
+    assert split("One is here.\n\n Two is here! Three. ") == ["One is here." + end, "Two is here!", "Three."]
+    assert split(" \n") == []
+
+
+def test_without_data_for_punkt_rules_split():
+    split, name = sentences.make_splitter("no such language", False)
+    assert "built-in rules" in name and split("One is here. Two is.") == ["One is here.", "Two is."]
 
 
 def test_newlines_between_sentences_can_be_kept(tmp_path):
