@@ -435,7 +435,7 @@ at most 60 percent of the rows execute); the rows that stay find every one that 
 line that the table executes, and combine any two flags that one row combines."""
 
 _OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {"pp2-vpp-ep2", "tp2-sp-etp1-ep2"}
-EXTENDED_THROUGH_COPY_ENGINES = set(BERT_ROWS) | _OF_EXPERTS | {
+EXTENDED_THROUGH_COPY_ENGINES = set(BERT_ROWS) & set(THROUGH_COPY_ENGINES) | _OF_EXPERTS | {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",
