@@ -156,13 +156,22 @@ def test_another_precision_is_refused_with_the_fix(gloo_pool, dataset, tmp_path)
     assert gloo_pool.run(train_with_errors, 2, [*argv, "--no-load-optim"])[0] == (0, "")
 
 
+RAMP = [
+    *WITH_EVALUATION, "--micro-batch-size", "1", "--global-batch-size", "24", "--rampup-batch-size", "12", "12", "36",
+    "--eval-interval", "3", "--full-validation", "--check-replicas", "2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one_rank_with_a_ramp(gloo_pool, dataset, tmp_path_factory):
+    return run(gloo_pool, 1, dataset, tmp_path_factory.mktemp("one"), RAMP)
+
+
 @pytest.mark.parametrize("name", ["sharded", "instances", "hsdp", "tp"])
-def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, tmp_path, name):
+def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, one_rank_with_a_ramp, tmp_path, name):
     """A ramp of the batch size and evaluations whose last batch is ragged included; replicas are checked."""
     world_size, layout = KINDS_OF_STATE[name]
-    flags = [*layout, *WITH_EVALUATION, "--micro-batch-size", "1", "--global-batch-size", "24"]
-    flags += ["--rampup-batch-size", "12", "12", "36"]
-    flags += ["--eval-interval", "3", "--full-validation", "--check-replicas", "2"]
+    flags = [*layout, *RAMP]
     whole, parts = run(gloo_pool, world_size, dataset, tmp_path / "whole", flags), tmp_path / "parts"
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts), "--exit-interval", "3"])
     run(gloo_pool, world_size, dataset, parts, [*flags, "--load", str(parts)])
@@ -170,5 +179,4 @@ def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, dataset, tmp_path
     assert digests(whole / "iter_0000006") == digests(parts / "iter_0000006")
     sizes = [record["consumed_samples"] for record in train_records(whole)]
     assert sizes == [12, 24, 36, 60, 84, 108]
-    one = run(gloo_pool, 1, dataset, tmp_path / "one", [*flags[len(layout) :]])
-    assert losses(one) == pytest.approx(losses(whole), rel=1e-5)
+    assert losses(one_rank_with_a_ramp) == pytest.approx(losses(whole), rel=1e-5)
