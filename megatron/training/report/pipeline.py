@@ -52,9 +52,10 @@ def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) ->
     stages = stages_of(cfg, vocab_size)
     forward = [before[stage.branches.stop] - before[stage.branches.start] for stage in stages]
     forward[-1] += costs.head
+    whole = 1 if schedule.splits_backward else 2  # asked once: it looks through every action
 
     def cost(stage: int, action: Action) -> float:
-        return forward[stage] * (1 if action.kind != "B" or schedule.splits_backward else 2)
+        return forward[stage] * (whole if action.kind == "B" else 1)
 
     return cost
 
