@@ -49,7 +49,9 @@ def set_value(value):
 
 def test_the_tree_shows_shapes_types_and_norms(native, capsys):
     assert inspect.main([str(native), "--norms"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    found = capsys.readouterr()
+    assert found.err.startswith("read 0.000 GB in ")
+    lines = found.out.splitlines()
     assert lines[0].startswith(f"folder {native}  format native  tensors 15  parameters 22,688")
     assert lines[1:4] == ["model", "  decoder", "    final_layernorm"]
     norm = load_native(native / "release").tensors[FINAL].read().norm().item()
