@@ -24,6 +24,8 @@ from tests.reference.settings import Settings
 from tests.reference.training import Recipe
 from tests.reference.weights import Maker, Weights, head_dim, num_groups
 
+CROSS_NORMS = {"pre_cross_attn_layernorm": "post", "post_cross_attention_layernorm": "pre"}
+"""Name -> the placement of norms that has none there."""
 TABLE = "relative_pos_emb.relative_attention_bias.weight"
 
 
@@ -51,7 +53,9 @@ def initial_weights(c: Settings) -> Weights:
 
 def cross_attention(make: Maker, at: str) -> None:
     c, h, d = make.c, make.c.hidden_size, head_dim(make.c)
-    make.norm(f"{at}.pre_cross_attn_layernorm", h)
+    for name, unless in CROSS_NORMS.items():
+        if c.norm_placement != unless:
+            make.norm(f"{at}.{name}", h)
     make.linear(f"{at}.cross_attention.linear_q", c.num_attention_heads * d, h, bias=make.bias)
     make.linear(f"{at}.cross_attention.linear_kv", 2 * num_groups(c) * d, h, bias=make.bias)
     make.linear(f"{at}.cross_attention.linear_proj", h, c.num_attention_heads * d, bias=make.bias, std=make.into_stream)
@@ -92,8 +96,11 @@ class T5(Model):
         """Cross-attention behind self-attention, in the decoder."""
         if self.part == "encoder":
             return x
-        normed = self.norm(x, f"{at}.pre_cross_attn_layernorm")
+        before, after = (f"{at}.{name}" if self.c.norm_placement != unless else None
+                         for name, unless in CROSS_NORMS.items())  # fmt: skip
+        normed = x if before is None else self.norm(x, before)
         branch = attention(self, normed, f"{at}.cross_attention", number, self.encoded)
+        branch = branch if after is None else self.norm(branch, after)
         behind = self.c.apply_residual_connection_post_layernorm
         return (normed if behind else x) + self.dropout(branch, *self.site(number), "cross attention output")
 

@@ -161,7 +161,7 @@ class Optimizer:
         c, self.step = self.c, self.step + 1
         for name, weight in self.weights.items():
             rate, g, m, v = learning_rate(c, n, c.lr, c.min_lr), gradients[name], self.first[name], self.second[name]
-            if c.decoupled_lr is not None and name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            if c.decoupled_lr is not None and name.endswith(("word_embeddings.weight", "output_layer.weight")):
                 low = c.min_lr if c.decoupled_min_lr is None else c.decoupled_min_lr
                 rate = learning_rate(c, n, c.decoupled_lr, low)
             of_heads = name.endswith(("q_layernorm.weight", "k_layernorm.weight"))

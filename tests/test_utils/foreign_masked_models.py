@@ -193,9 +193,10 @@ def build(family: Family) -> torch.nn.Module:
     foreign = model_class(config).float().eval()
     if family.settings.get("tie_word_embeddings") is False:  # which transformers 5 ties whatever the setting says
         foreign.lm_head.weight = torch.nn.Parameter(torch.empty_like(foreign.lm_head.weight))
+    spread = 0.1 if family.is_t5 else 0.2  # its scores are not scaled: larger ones magnify float32's rounding
     with torch.no_grad():
         for value in foreign.parameters():
-            value.copy_(torch.randn(value.shape) * 0.2 + float(value.dim() == 1))
+            value.copy_(torch.randn(value.shape) * spread + float(value.dim() == 1))
     return foreign
 
 
