@@ -12,7 +12,7 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig, expected_masks
 from megatron.data import helpers, index_cache
 from megatron.data.blend import Split
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -273,6 +273,7 @@ def test_everything_wrong_is_said_at_once(prefix):
     with pytest.raises(UserError) as refused:
         config("t5", prefix, masking_probability=1.0, sequence_length_decoder=20)
     assert len(str(refused.value).splitlines()) == 1
+    assert expected_masks(49, 0.5, 10) == (23, 6)  # two places of the encoder stay free
     with pytest.raises(UserError, match="at least 30"):
         config("t5", prefix, masking_probability=0.5, sequence_length_decoder=29)
     config("t5", prefix, WordPieces(sentinels=6), masking_probability=0.5, sequence_length_decoder=30)
