@@ -189,6 +189,11 @@ def test_documents_are_what_a_split_divides(prefix):
     assert longer.num_epochs in (3, 4) and len(longer) >= 3 * samples[0]
 
 
+def test_epochs_are_counted_past_documents_that_give_nothing(tmp_path):
+    prefix = write(tmp_path / "data", [[np.full(3, 9)] * count for count in (1, 2, 1, 2)])
+    assert train("bert", prefix, 9).num_epochs == 5 and len(train("bert", prefix, 9)) == 10
+
+
 def test_a_split_that_rounds_to_no_document_is_refused(tmp_path):
     prefix = write(tmp_path / "data", corpus(150))
     with pytest.raises(EmptySplitError, match="10 samples of valid asked .* has no documents; .*--split"):
