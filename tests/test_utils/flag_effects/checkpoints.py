@@ -202,7 +202,7 @@ CHECKPOINTS = [
         base=f"{LOAD} --num-experts 4 --moe-use-upcycling --moe-ffn-hidden-size 64"),
     row("--no-load-optim", iterations(3), fresh_moments, keeps("initial"), base=LOAD),
     row("--no-load-rng", gives(lambda run: run.called["set_rng_state"], 0), base=LOAD,
-        count=("megatron.training.checkpoint.checkpointer:set_rng_state",)),
+        count=("megatron.training.checkpoint.loading:set_rng_state",)),
     row("--use-checkpoint-args", accepts, gives(modules("TransformerLayer"), 2), base=LOAD, without=ARCHITECTURE),
     row("--no-use-tokenizer-model-from-checkpoint-args", stops("tokenizer"),
         base=f"{LOAD} --use-checkpoint-args --vocab-size 65"),
