@@ -110,7 +110,7 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
             yield f"--seq-length {self.sequence_length}: a sample needs at least {self.num_special_places + 2} tokens"
         missing = [role for role in self.needed_roles if special_id(self.tokenizer, role) is None]
         if missing:
-            kind = type(self.tokenizer).__name__ if self.tokenizer is not None else "None"
+            kind = type(self.tokenizer).__name__
             yield (
                 f"--tokenizer-type: the tokenizer ({kind}) has no token for {', '.join(missing)}, which samples have; "
                 "use BertWordPieceLowerCase or BertWordPieceCase, or a tokenizer that defines them"

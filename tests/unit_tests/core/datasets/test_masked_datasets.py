@@ -101,11 +101,11 @@ def rule_of(settings):
 
 
 @pytest.mark.parametrize("name, head", itertools.product(MASKINGS, [True, False]))
-@pytest.mark.parametrize("pad, seed", [(0, 1234), (7, 0)])
+@pytest.mark.parametrize("pad, seed", [(0, 1234), (1, 0)])
 def test_berts_samples_equal_the_reference(prefix, name, head, pad, seed):
     """Except for padding whose id is not 0 or was drawn as a replacement: it is known by length here."""
     options = {"masking_max_ngram": 3, "random_seed": seed, "classification_head": head, **MASKINGS[name]}
-    tokenizer, settings = WordPieces(pad), {**BERT, **options}
+    tokenizer, settings = WordPieces(pad, cls=6), {**BERT, **options}
     ours = train("bert", prefix, 100, tokenizer=tokenizer, **options)
     documents = [list(sentences) for sentences in corpus()]
     short = settings["short_sequence_probability"]
