@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest, rectangle_of
@@ -28,8 +28,6 @@ from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
 
 MAX_ASSET_BYTES = 2**31
-_LISTED = 40
-"""Problems spelled out in one message."""
 
 
 def load(
@@ -68,8 +66,8 @@ def load_from(
         unused = [name for name in reader.names if name not in everyone and not name.startswith(allowed)]
         problems += [f"{name} is stored but not used" for name in unused]
         if problems:
-            listed = "; ".join(problems[:_LISTED]) + ("; …" if len(problems) > _LISTED else "")
-            raise CheckpointError(f"{reader.directory} does not fit ({len(problems)} problems): {listed}")
+            first = listed(problems, "; ", 40)
+            raise CheckpointError(f"{reader.directory} does not fit ({len(problems)} problems): {first}")
 
     together(check, group)
 

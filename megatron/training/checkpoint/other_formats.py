@@ -23,7 +23,7 @@ from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped
 from megatron.core.export.hf import load_hf, load_hf_settings
@@ -58,7 +58,6 @@ FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "max_position_emb
 """Settings in which a command line may not contradict weights."""
 WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
-_LISTED = 20
 
 
 def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str | os.PathLike) -> PretrainConfig:
@@ -74,8 +73,8 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
         raise CheckpointDamagedError(f"{where}: settings that cannot be read: {'; '.join(map(str, problems))}")
     given = [name for name in sorted(values.keys() & cfg.explicit) if getattr(cfg, name) != values[name]]
     if wrong := [name for name in given if name in FIXED]:
-        listed = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
-        raise CheckpointError(f"{where} is another model than these flags describe: {listed}; leave these flags out")
+        both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
+        raise CheckpointError(f"{where} is another model than these flags describe: {both}; leave these flags out")
     return dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
 
 
@@ -108,10 +107,10 @@ def check_tensors(
     known = ("model.", "optimizer.")
     problems += [f"{name} is no name of a model's tensor" for name in tensors if not name.startswith(known)]
     if problems:
-        listed = "; ".join(problems[:_LISTED]) + ("; …" if len(problems) > _LISTED else "")
+        first = listed(problems, "; ")
         raise CheckpointError(
             f"{where} does not fit the model that its settings and the flags describe ({len(problems)} problems):"
-            f" {listed}{_hint(tensors, expected)}"
+            f" {first}{_hint(tensors, expected)}"
         )
 
 

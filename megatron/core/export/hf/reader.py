@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.core.config.errors import UserError
+from megatron.core.dist_checkpointing.errors import listed
 from megatron.core.export.files import read_safetensors
 from megatron.core.export.hf.config_file import CONFIG, GENERATION, load_settings, read_json
 from megatron.core.export.hf.conversion import expected, placements, to_ours
@@ -24,7 +25,6 @@ TOKENIZER = (
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "tekken.json",
 )  # fmt: skip
 """Files that go along, where they are."""
-_LISTED = 20
 
 
 def load(folder: Path) -> Interchange:
@@ -37,7 +37,7 @@ def load(folder: Path) -> Interchange:
         raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
     assets = {f"tokenizer/{name}": folder / name for name in TOKENIZER if (folder / name).is_file()}
     assets |= {f"hf/{name}": folder / name for name in (CONFIG, GENERATION) if (folder / name).is_file()}
-    notes = [f"left out {len(left_out)} tensors that the model does not have: {_some(left_out)}"] if left_out else []
+    notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
     return Interchange(settings, to_ours(plan, found), assets=assets, notes=notes)
 
 
@@ -62,14 +62,14 @@ def _open_shards(index: Path, opener: Any) -> dict[str, LazyTensor]:
     for file in sorted(set(names.values())):
         if Path(file).name != file:
             raise UserError(f"{index}: refuses the file name {file!r:.80}: only names without a folder will do")
-        listed = sorted(name for name, home in names.items() if home == file)
+        here = sorted(name for name, home in names.items() if home == file)
         if not (index.parent / file).is_file():
-            raise UserError(f"{index.parent}: {file} is missing, which holds {_some(listed)}")
+            raise UserError(f"{index.parent}: {file} is missing, which holds {listed(here)}")
         shard = opener(index.parent / file)
-        if missing := sorted(set(listed) - set(shard)):
-            raise UserError(f"{index.parent / file}: lacks what {index.name} says that it holds: {_some(missing)}")
-        if foreign := sorted(set(shard) - set(listed)):
-            raise UserError(f"{index.parent / file}: holds what {index.name} does not name: {_some(foreign)}")
+        if missing := sorted(set(here) - set(shard)):
+            raise UserError(f"{index.parent / file}: lacks what {index.name} says that it holds: {listed(missing)}")
+        if foreign := sorted(set(shard) - set(here)):
+            raise UserError(f"{index.parent / file}: holds what {index.name} does not name: {listed(foreign)}")
         found |= shard
     return found
 
@@ -122,8 +122,8 @@ def _check(
             problems.append(f"{name} has shape {list(found[name].shape)}, config.json makes it {list(shape)}")
     problems += [f"{name} has no place in {family.model_type}" for name in sorted(found.keys() - wanted.keys())]
     if problems:
-        listed = _some(problems, "; ")
-        raise UserError(f"{folder}: weights and config.json do not fit ({len(problems)} problems): {listed}")
+        first = listed(problems, "; ")
+        raise UserError(f"{folder}: weights and config.json do not fit ({len(problems)} problems): {first}")
     return left_out
 
 
@@ -134,8 +134,3 @@ def _equal(one: LazyTensor, other: LazyTensor | None) -> bool:
     starts = range(0, one.shape[0], step)
     ends = [min(start + step, one.shape[0]) for start in starts]
     return all(torch.equal(one.rows(*place), other.rows(*place)) for place in zip(starts, ends))
-
-
-def _some(names: Iterable[str], between: str = ", ") -> str:
-    listed = list(names)
-    return between.join(listed[:_LISTED]) + (f"{between}…" if len(listed) > _LISTED else "")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.core.config.errors import UserError
-from megatron.core.dist_checkpointing.errors import CheckpointWriteError
+from megatron.core.dist_checkpointing.errors import CheckpointWriteError, listed
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import Target, in_files, size_of
 from megatron.core.export.hf.config_file import CONFIG, GENERATION, read_json
@@ -26,7 +26,6 @@ EMBEDDING = "model.embedding.word_embeddings.weight"
 OWN = {"model_type", "architectures", "auto_map", "dtype", "torch_dtype", "_name_or_path", "transformers_version"}
 """Keys of config.json that say what a folder is, not where its weights began."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_LISTED = 20
 
 
 def save(
@@ -81,8 +80,8 @@ def _check(plan: list[Placement], tensors: Mapping[str, LazyTensor]) -> None:
     weights = {name for name in tensors if name.startswith("model.")}
     problems += [f"{name} has no place there" for name in sorted(weights - wanted.keys() - extra)]
     if problems:
-        listed = "; ".join(problems[:_LISTED]) + ("; …" if len(problems) > _LISTED else "")
-        raise UserError(f"weights and settings do not fit ({len(problems)} problems): {listed}")
+        first = listed(problems, "; ")
+        raise UserError(f"weights and settings do not fit ({len(problems)} problems): {first}")
 
 
 def _write_weights(target: Target, tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> None:

@@ -139,7 +139,6 @@ def _orders(
         yield {name: rank_part(name, weights[name], rank, tp, gated) for name in names}
 
 
-
 def _rank_of(name: str) -> int:
     module = name.split(".")[-2]
     return _MADE.index(module) if module in _MADE else len(_MADE)

@@ -199,5 +199,3 @@ def _find(value: Any, names: tuple[str, ...]) -> Any:
         elif isinstance(item, list):
             todo += item
     return None
-
-

@@ -59,4 +59,3 @@ def _join(name: str, parts: Sequence[LazyTensor], tp: int, gated: bool, where: s
 def _joined(parts: Sequence[LazyTensor], dim: int, halves: int) -> Tensor:
     pieces = [part.read().unflatten(dim, (halves, -1)) for part in parts]
     return torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
-
