@@ -221,7 +221,7 @@ class MaskedWordPieceDataset(MegatronDataset):
             raise EmptySplitError(self._empty("it has no documents"))
         assert self.documents_are_a_range
         bounds = bounds[int(self.indices[0]) : int(self.indices[-1]) + 2]
-        single = len(bounds) > 1 and int(np.diff(bounds).max()) <= 1
+        single = int(np.diff(bounds).max()) <= 1
         if single and config.min_sentences == 1:
             logger.warning(
                 "%s: every document of %s is one sequence, of which a sample takes the first %d tokens at most: make "
