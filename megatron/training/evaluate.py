@@ -80,6 +80,7 @@ class Evaluator:
                     num_microbatches=sampler.micro_batches_per_step,
                     forward_only=True,
                     seq_length=self.cfg.seq_length,
+                    decoder_seq_length=self.cfg.decoder_seq_length,
                     micro_batch_size=self.cfg.eval_micro_batch_size,
                 )
             )

@@ -12,6 +12,7 @@ from megatron.core.description.model import ModelDescription
 from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.t5_description import DECODER_LAYER, ENCODER_LAYER, EncoderDecoder, describe_t5
 from megatron.core.pipeline_parallel.stages import BranchNames
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -40,6 +41,8 @@ def layers_of_spec(cfg: PretrainConfig) -> Any:
 
 def branches_of_spec(cfg: PretrainConfig) -> BranchNames | None:
     """What the branches of each layer of :func:`layers_of_spec` are called; None: those of a decoder layer."""
+    if cfg.model_family == "t5":
+        return [ENCODER_LAYER] * cfg.num_layers + [DECODER_LAYER] * (cfg.decoder_num_layers or cfg.num_layers)
     if (spec := layers_of_spec(cfg)) is None:
         return [["layer"]] * cfg.num_layers if cfg.use_parallel_residual else None
     from megatron.core.transformer.transformer_block import branch_names, layer_specs  # specs are of torch's modules
@@ -62,6 +65,13 @@ def _bert(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
     )  # fmt: skip
 
 
+def _t5(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
+    options = _lengths(cfg)
+    lengths = options.pop("seq_length"), cfg.decoder_seq_length or cfg.seq_length
+    sizes = EncoderDecoder(*lengths, cfg.decoder_num_layers or cfg.num_layers, cfg.relative_attention_num_buckets)
+    return describe_t5(cfg, _vocabulary(cfg, vocab_size), sizes, **options)
+
+
 def _vocabulary(cfg: PretrainConfig, size: int) -> Vocabulary:
     return Vocabulary(size, not cfg.untie_embeddings_and_output_weights, cfg.make_vocab_size_divisible_by)
 
@@ -74,11 +84,11 @@ def _lengths(cfg: PretrainConfig) -> dict[str, Any]:
     }
 
 
-FAMILIES: Mapping[str, Callable[[PretrainConfig, int], ModelDescription]] = {"gpt": _gpt, "bert": _bert}
+FAMILIES: Mapping[str, Callable[[PretrainConfig, int], ModelDescription]] = {"gpt": _gpt, "bert": _bert, "t5": _t5}
 """What describes the model of each program."""
 
 
-PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.py": "bert"}
+PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.py": "bert", "pretrain_t5.py": "t5"}
 """Which of them each entry script trains."""
 
 

@@ -162,6 +162,7 @@ class Trainer:
                 num_microbatches=num_microbatches,
                 loss_transform=lambda loss: parts.optimizer.scale_loss(loss / expected_tokens),
                 seq_length=cfg.seq_length,
+                decoder_seq_length=cfg.decoder_seq_length,
                 micro_batch_size=cfg.micro_batch_size,
             )
         sums = LossSums(self.device).add(results)

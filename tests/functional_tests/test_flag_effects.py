@@ -79,7 +79,7 @@ def test_flag_changes_what_it_claims(runs, row):
 def test_flag_decides(runs, probe, tmp_path):
     answers = []
     for argv in (runs.argv(probe), runs.argv(probe, changed=True)):
-        cfg = validate_args(parse_args(runs.placed(argv, tmp_path)), probe.ranks)
+        cfg = validate_args(parse_args(runs.placed(argv, tmp_path), model_family=probe.family), probe.ranks)
         answers.append(probe.ask(cfg))
     assert same(answers[1], probe.expect), answers
     assert not same(answers[0], answers[1])

@@ -36,7 +36,7 @@ def run_ours(family, model, arrays, labels):
     return model(arrays["tokens"], arrays["real"], arrays["types"] if "swapped" in arrays else None, labels)
 
 
-@pytest.mark.parametrize("name", ["bert", "megatron-bert", "modern-bert"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_loss_and_gradients_equal_those_of_transformers(name):
     family = FAMILIES[name]
     foreign, arrays = build(family), random_arrays(family)

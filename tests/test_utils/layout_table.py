@@ -4,6 +4,7 @@ from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS, IN_THE_SUI
 from tests.test_utils.layouts import Layout
 from tests.test_utils.masked_layouts import BERT_MODELS, BERT_ROWS
 from tests.test_utils.masked_layouts import IN_THE_SUITE as MASKED_IN_THE_SUITE
+from tests.test_utils.t5_layouts import T5_IN_THE_SUITE, T5_MODELS, T5_ROWS
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -28,6 +29,7 @@ LATENT_YARN = (
 MODELS = {
     **EXPERT_MODELS,
     **BERT_MODELS,
+    **T5_MODELS,
     "gpt2": DROPOUT,  # tied embeddings, learned positions, biases, Adam, clipped to 1
     "untied": f"{DROPOUT} {UNTIED} --clip-grad 0.1",
     "sgd": f"{DROPOUT} --optimizer sgd --lr 0.3 --clip-grad 0",
@@ -387,11 +389,11 @@ LATENTS = {
 TABLE = {
     **DATA_PARALLEL, **ZERO_ROWS, **TENSOR_PARALLEL, **CONTEXT_PARALLEL, **PIPELINE, **RECOMPUTE, **FULLY_SHARDED,
     **LOSS_IN_CHUNKS, **CUT_LAYERS, **SINKS, **MTP, **MORE_MODELS, **EXPERT_ROWS, **LATENTS,
-    **FAMILIES, **BERT_ROWS,
+    **FAMILIES, **BERT_ROWS, **T5_ROWS,
 }  # fmt: skip
 
 
-FAMILIES_OF_THEIR_OWN = ("bert",)
+FAMILIES_OF_THEIR_OWN = ("bert", "t5")
 
 
 def row(name):
@@ -411,7 +413,8 @@ THROUGH_COPY_ENGINES = [
 ]  # fmt: skip
 """What they carry: collectives of sequence parallelism, messages between stages."""
 
-EXTENDED = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | {
+_LATER = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | set(T5_ROWS) - T5_IN_THE_SUITE
+EXTENDED = _LATER | {
     "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
     "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",
     "tp2-sp-llama", "tp4-groups-below-ranks", "tp2-sp-packed", "tp2-window", "tp2-dp2", "tp2-sp-dp2", "tp2-sp-dp4",
@@ -435,7 +438,8 @@ at most 60 percent of the rows execute); the rows that stay find every one that 
 line that the table executes, and combine any two flags that one row combines."""
 
 _OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {"pp2-vpp-ep2", "tp2-sp-etp1-ep2"}
-EXTENDED_THROUGH_COPY_ENGINES = set(BERT_ROWS) & set(THROUGH_COPY_ENGINES) | _OF_EXPERTS | {
+_OF_ENCODERS = (set(BERT_ROWS) | set(T5_ROWS) - {"t5-pp2-zero-bubble"}) & set(THROUGH_COPY_ENGINES)
+EXTENDED_THROUGH_COPY_ENGINES = _OF_ENCODERS | _OF_EXPERTS | {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
     "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
     "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",

@@ -1,4 +1,4 @@
-"""Describes the self-attention of ``transformer/attention.py``. Torch-free."""
+"""Describes the attention of ``transformer/attention.py`` and ``cross_attention.py``. Torch-free."""
 
 from __future__ import annotations
 
@@ -67,6 +67,25 @@ def describe_attention(config: Config, place: LayerPlace) -> Piece:
     return Piece("attention", (*qkv, *head_norms, *sink_params(config), *proj), tuple(ops), settings=SETTINGS)
 
 
+def describe_cross_attention(config: Config, place: LayerPlace) -> Piece:
+    """Projections of queries, and of keys and values of the encoder's output; attention, output projection."""
+    heads, groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    hidden, tp, item = config.hidden_size, config.tensor_model_parallel_size, activation_bytes(config)
+    query, key_value = heads // tp * channels, 2 * max(groups // tp, 1) * channels
+    bias, longer = config.add_bias_linear, place.source_length / place.seq_length
+    to_query = linear("linear_q", (heads * channels,), hidden, 0, bias=bias)
+    to_pairs = linear("linear_kv", (groups, 2 * channels), hidden, 0, bias=bias)
+    proj = linear("linear_proj", (hidden,), heads * channels, 1, bias=bias)
+    queries, pairs = query * item, longer * key_value * item
+    ops = (
+        gemm(to_query[0], config, place.seq_length, gradients=queries, saved=(Saved("query", queries),)),
+        gemm(to_pairs[0], config, place.source_length, gradients=pairs, saved=(Saved("key and value", pairs),)),
+        attention_core(config, place, query, key_value // 2, query, num_keys=place.source_length),
+        gemm(proj[0], config, place.seq_length, saved=(Saved("mixed values", queries),)),
+    )
+    return Piece("cross-attention", (*to_query, *to_pairs, *proj), ops, settings=SETTINGS)
+
+
 def sink_params(config: Config) -> list[Param]:
     """The logit of each head's sink, where these are learned."""
     learned = config.softmax_type == "learnable"
@@ -79,10 +98,13 @@ def is_unfused(config: Config) -> bool:
     return bool(config.attention_dropout or config.attn_logit_softcapping) or is_asked_for
 
 
-def attention_core(config: Config, place: LayerPlace, query: int, key: int, output: int) -> Op:
+def attention_core(
+    config: Config, place: LayerPlace, query: int, key: int, output: int, *, num_keys: int = 0
+) -> Op:  # fmt: skip
     """Attention between its projections; what it keeps beside its inputs and its output. ``query``, ``key`` and
-    ``output`` are elements per token on this rank."""
-    pairs, tp = visible_pairs(config, place), config.tensor_model_parallel_size
+    ``output`` are elements per token on this rank; ``num_keys``: of another sequence, all of which are seen."""
+    pairs = float(place.seq_length * num_keys) if num_keys else visible_pairs(config, place)
+    tp = config.tensor_model_parallel_size
     item, heads = activation_bytes(config), config.num_attention_heads // tp
     kept = 4.0 * heads  # log-sum-exp
     if config.context_parallel_size > 1 or config.softmax_type != "vanilla":
@@ -90,7 +112,7 @@ def attention_core(config: Config, place: LayerPlace, query: int, key: int, outp
     elif is_unfused(config):
         copies = (query + key) * item  # of queries and scaled keys, in the order of the GEMM
         scores = (2 * item + 1 if config.attention_dropout else item) + (item if config.attn_logit_softcapping else 0)
-        kept = heads * place.seq_length * scores + copies
+        kept = heads * (num_keys or place.seq_length) * scores + copies
     saved = (Saved("attention", kept, ("core_attn",)),)
     flops = 2.0 * pairs * tp * (query + output)
     return Op("attention", "attention", flops, gradients=output * item, saved=saved)

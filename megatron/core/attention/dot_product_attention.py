@@ -11,11 +11,13 @@ values.
 
 from __future__ import annotations
 
+import copy
 import math
+from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron.core.attention.choose import UNEQUAL_HEADS, make_kernel
+from megatron.core.attention.choose import UNEQUAL_HEADS, Choice, make_kernel
 from megatron.core.attention.context_parallel.forms import EqualHeads, WholeSequence, layout_of_layer
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
@@ -34,6 +36,7 @@ class CoreAttention(nn.Module):
     """Query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] of this rank's tokens -> [s, b, a * e].
 
     Args:
+        attention_type: ``cross``: keys are of another sequence than queries, and no window is on them.
         softmax_scale: None: ``config.softmax_scale``, or 1 / sqrt(d).
         k_channels: d; None: ``config.kv_channels``.
         v_channels: e; None: d.
@@ -47,6 +50,7 @@ class CoreAttention(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        attention_type: Literal["self", "cross"] = "self",
         *,
         groups: ProcessGroups,
         softmax_scale: float | None = None,
@@ -61,9 +65,13 @@ class CoreAttention(nn.Module):
             )
         self.shared = groups.cp.size > 1
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+        if attention_type == "cross":
+            config = copy.copy(config)
+            causal, config.window_size = False, None
         window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
         self.visibility = Visibility(causal, window)
-        self.rate, self.site = config.attention_dropout, ("layer", layer_number, "attention")
+        site = "attention" if attention_type == "self" else "cross attention"
+        self.rate, self.site = config.attention_dropout, ("layer", layer_number, site)
         layout = layout_of_layer(config, layer_number, groups)
         keys = k_channels or config.kv_channels
         values = v_channels or keys
@@ -84,13 +92,15 @@ class CoreAttention(nn.Module):
         attention_mask: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         dropout: DropoutCoordinates | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
-        """``attention_mask`` bool, True where hidden, broadcasts to [b, a, s, t] and adds to causality and window.
+        """``attention_mask`` bool, True where hidden, broadcasts to [b, a, s, t] and adds to causality and window;
+        ``position_bias`` is added to scores, by :class:`BiasedAttention` alone.
         Boundaries of packed documents count tokens of the whole sequences."""
         documents = packed_seq_params
         if documents is not None and documents.cu_seqlens_q is None:
             documents = None
-        mask = Mask(self.visibility, documents, attention_mask, self._weight_dropout(dropout))
+        mask = Mask(self.visibility, documents, attention_mask, self._weight_dropout(dropout), position_bias)
         return self.form(query, key, value, mask, self.softmax_offset).flatten(2)
 
     @property
@@ -113,3 +123,20 @@ class CoreAttention(nn.Module):
                 "set attention_dropout to 0 or call eval()"
             )
         return WeightDropout(at.stream, self.rate, self.site, self.first_head, at.sample_b)
+
+
+class BiasedAttention(CoreAttention):
+    """Attention whose scores get a bias per head and pair of positions, which kernels do not know the gradient of."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        *,
+        groups: ProcessGroups,
+    ) -> None:
+        config = copy.copy(config)
+        config.attention_backend = "unfused"
+        super().__init__(config, layer_number, attn_mask_type, groups=groups)
+        self.choice = Choice("unfused", "relative positions add to the scores")

@@ -1,7 +1,8 @@
 """The mask as data: causality, a window, documents; never a tensor of all pairs but on the plain path.
 
 A query sees a key of its own document within a band around its position. Padded rows are documents too: what is used,
-and the rest (:meth:`PackedSeqParams.of_lengths`).
+and the rest (:meth:`PackedSeqParams.of_lengths`); where keys are of another sequence, documents have bounds of queries
+and others of keys (:meth:`PackedSeqParams.of_keys`).
 
 Legend: b batch, s sequence, q query positions, k key positions.
 """
@@ -30,11 +31,13 @@ class Mask:
     """Bool, True where hidden, broadcasts to [b, a, q, k] and adds to the rest; plain path only."""
     dropout: WeightDropout | None = None
     """Dropout of the attention weights; plain path only."""
+    bias: Tensor | None = None
+    """Added to scaled scores, broadcasts to [b, a, q, k]; plain path only."""
 
     @property
-    def bounds(self) -> Bounds | None:
-        """The documents' boundaries on the host; None without documents."""
-        return None if self.documents is None else self.documents.document_bounds()
+    def bounds(self) -> tuple[Bounds, Bounds] | None:
+        """The documents' boundaries among queries and among keys, on the host; None without documents."""
+        return None if self.documents is None else self.documents.all_bounds()
 
 
 @functools.lru_cache(maxsize=4)  # all layers of a kind ask for the same
@@ -56,8 +59,13 @@ def hidden_pairs(tile: Tile, device: torch.device | None = None) -> Tensor | Non
     return None if tile.is_full else _hidden_pairs(tile.num_queries, tile.num_keys, tile.left, tile.right, device)
 
 
-def document_mask(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
-    """[b, 1, s, s]: pairs of tokens of different documents. Dense, for the reference path only."""
-    tokens = torch.arange(batch * length, device=cu_seqlens.device)
-    document = torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True).view(batch, 1, length)
-    return document.unsqueeze(-1) != document.unsqueeze(-2)
+def document_mask(documents: PackedSeqParams, batch: int, num_queries: int, num_keys: int) -> Tensor:
+    """[b, 1, q, k]: pairs of tokens of different documents. Dense, for the reference path only."""
+
+    def number(cu_seqlens: Tensor | None, length: int) -> Tensor:
+        assert cu_seqlens is not None
+        tokens = torch.arange(batch * length, device=cu_seqlens.device)
+        return torch.bucketize(tokens, cu_seqlens[1:].to(tokens.dtype), right=True).view(batch, 1, length)
+
+    queries, keys = number(documents.cu_seqlens_q, num_queries), number(documents.cu_seqlens_k, num_keys)
+    return queries.unsqueeze(-1) != keys.unsqueeze(-2)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+
+def lengths_of_mask(mask: Tensor) -> Tensor:
+    """Tokens of each row [b] of a mask [b, s] that is 1 for tokens and 0 for the padding behind them.
+
+    Raises:
+        ValueError: padding before a token (on GPUs nothing is raised: that would wait).
+    """
+    mask = mask.long()
+    if not mask.is_cuda and bool((mask.diff(dim=1) > 0).any()):
+        raise ValueError("attention_mask: padding stands behind all tokens of a row, here it is before some")
+    return mask.sum(1)
 
 
 @dataclass
@@ -24,6 +36,8 @@ class PackedSeqParams:
     max_seqlen_kv: int | None = None
     bounds: tuple[int, ...] | None = None
     """``cu_seqlens_q`` on the host: reading it from a GPU would wait for it."""
+    key_bounds: tuple[int, ...] | None = None
+    """The same of ``cu_seqlens_kv``, where keys are of another sequence than queries."""
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, length: int) -> PackedSeqParams:
@@ -33,6 +47,45 @@ class PackedSeqParams:
         bounds = torch.stack((starts, starts + lengths), dim=1).flatten()
         bounds = torch.nn.functional.pad(bounds, (0, 1), value=len(lengths) * length).to(torch.int32)
         return cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
+
+    @classmethod
+    def of_keys(cls, lengths: Tensor, num_queries: int, num_keys: int) -> PackedSeqParams:
+        """Rows of ``num_queries`` queries that see the first ``lengths`` (int [b], at least 1) of their row's
+        ``num_keys`` keys; the other keys are a document without queries.
+
+        Raises:
+            ValueError: a row without keys (on GPUs nothing is raised: that would wait).
+        """
+        if not lengths.is_cuda and bool((lengths < 1).any()):
+            raise ValueError("a row of padding alone gives the other sequence nothing to see")
+        keys = cls.of_lengths(lengths, num_keys).cu_seqlens_q
+        assert keys is not None
+        queries = cls.of_lengths(torch.full_like(lengths, num_queries), num_queries).cu_seqlens_q
+        return cls(cu_seqlens_q=queries, cu_seqlens_kv=keys, max_seqlen_q=num_queries, max_seqlen_kv=num_keys)
+
+    def on(self, device: torch.device) -> PackedSeqParams:
+        """The same on ``device``; what is on the host now is remembered there."""
+        queries, keys = self.cu_seqlens_q, self.cu_seqlens_kv
+        if queries is None or queries.device == device:
+            return self
+        self.all_bounds()
+        moved = queries.to(device, non_blocking=True)
+        of_keys = moved if keys is None or keys is queries else keys.to(device, non_blocking=True)
+        return replace(self, cu_seqlens_q=moved, cu_seqlens_kv=of_keys)
+
+    @property
+    def cu_seqlens_k(self) -> Tensor | None:
+        """Bounds of the documents' keys: those of queries unless others are given."""
+        return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
+
+    def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """:meth:`document_bounds` of queries and of keys, each read from its device once."""
+        queries = self.document_bounds()
+        if queries is None or self.cu_seqlens_kv is None or self.cu_seqlens_kv is self.cu_seqlens_q:
+            return None if queries is None else (queries, queries)
+        if self.key_bounds is None:
+            self.key_bounds = tuple(self.cu_seqlens_kv.tolist())
+        return queries, self.key_bounds
 
     def document_bounds(self) -> tuple[int, ...] | None:
         """``cu_seqlens_q`` as integers, read from its device once; None without documents."""

@@ -65,6 +65,8 @@ class Visibility(NamedTuple):
 
 def whole_tile(num_queries: int, num_keys: int, visibility: Visibility) -> Tile:
     """All queries against all keys of one sequence; the last query stands at the last key's position."""
+    if visibility == Visibility(False):  # positions are in no relation: queries and keys may be of two sequences
+        return Tile(None, 0, num_queries, 0, num_keys, None, None, 0, 0)
     (before, after), shift = visibility.limits, num_keys - num_queries
     left = None if before is None or before >= num_keys - 1 else before - shift
     right = None if after is None or after >= num_queries - 1 else after + shift
@@ -79,11 +81,13 @@ def plan_tiles(
     length: int,
     documents: Bounds | None = None,
     merge: bool = True,
+    keys: tuple[Bounds, int] | None = None,
 ) -> tuple[Tile, ...]:
     """All visible pairs of the queries at ``query_spans`` and the keys at ``key_spans`` of sequences of ``length``.
 
     ``merge`` joins tiles across stretches where only the order of positions matters (fewer and larger kernels); then
-    a tile's positions are those of its first query and key alone.
+    a tile's positions are those of its first query and key alone. ``keys``: bounds of documents among keys, and the
+    length of their sequences, where these are others than the queries'.
     """
     order_matters_only = documents is None and visibility in (Visibility(True, None), Visibility(False, None))
     if merge and order_matters_only:
@@ -93,10 +97,9 @@ def plan_tiles(
     if documents is None:
         return tuple(_row_tiles(None, query_spans, key_spans, visibility))
     tiles: list[Tile] = []
-    for row in range(documents[-1] // length):
-        for start, stop in _documents_of_row(documents, row, length):
-            document = (start, stop)
-            tiles += _row_tiles(row, query_spans, key_spans, visibility, document)
+    for of_queries, of_keys in zip(_documents(documents, length), _documents(*(keys or (documents, length)))):
+        if all(stop > start for _, start, stop in (of_queries, of_keys)):
+            tiles += _row_tiles(of_queries[0], query_spans, key_spans, visibility, (of_queries[1:], of_keys[1:]))
     return tuple(tiles)
 
 
@@ -118,23 +121,23 @@ def _single_tile(queries: Spans, keys: Spans, causal: bool) -> Tile | None:
     return None
 
 
-def _documents_of_row(documents: Bounds, row: int, length: int) -> Iterator[tuple[int, int]]:
-    """Positions [start, stop) within the row of each of its documents."""
-    offset = row * length
-    for start, stop in zip(documents, documents[1:]):
-        if offset <= start < offset + length and stop > start:
-            yield start - offset, stop - offset
+def _documents(bounds: Bounds, length: int) -> Iterator[tuple[int, int, int]]:
+    """Row of each document, and its positions [start, stop) within the row."""
+    for start, stop in zip(bounds, bounds[1:]):
+        row = start // length
+        yield row, start - row * length, stop - row * length
 
 
 def _row_tiles(
-    row: int | None, queries: Spans, keys: Spans, visibility: Visibility, document: tuple[int, int] | None = None
+    row: int | None, queries: Spans, keys: Spans, visibility: Visibility,
+    document: tuple[tuple[int, int], tuple[int, int]] | tuple[None, None] = (None, None),
 ) -> Iterator[Tile]:
     query_offset = 0
     for query_start, query_stop in queries:
         key_offset = 0
         for key_start, key_stop in keys:
-            first_query, last_query = _clipped(query_start, query_stop, document)
-            first_key, last_key = _clipped(key_start, key_stop, document)
+            first_query, last_query = _clipped(query_start, query_stop, document[0])
+            first_key, last_key = _clipped(key_start, key_stop, document[1])
             if first_query < last_query and first_key < last_key:
                 whole = Tile(
                     row, query_offset + first_query - query_start, last_query - first_query,

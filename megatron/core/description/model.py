@@ -35,6 +35,8 @@ class LayerPlace:
     """Whether queries and keys are rotated."""
     causal: bool = True
     """Whether a query sees no key behind it."""
+    source_length: int = 0
+    """Tokens of the other sequence that keys are of, in cross-attention."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,14 @@ class Piece:
     def under(self, prefix: str) -> Piece:
         """The same with ``prefix`` before the names of its parameters."""
         return replace(self, params=tuple(replace(each, name=f"{prefix}{each.name}") for each in self.params))
+
+    def per_token_of(self, share: float) -> Piece:
+        """The same with bytes per token of a sequence of which it sees ``share`` times as many tokens."""
+        def scaled(op: Op) -> Op:
+            saved = tuple(replace(each, bytes=each.bytes * share) for each in op.saved)
+            return replace(op, traffic=op.traffic * share, gradients=op.gradients * share, saved=saved)
+
+        return replace(self, ops=tuple(map(scaled, self.ops)))
 
     @property
     def num_parameters(self) -> int:

@@ -8,6 +8,9 @@ wait. What carries a message is a wire:
                        own (``groups.pp_up``, ``groups.pp_down``): in each, two ranks talk in one direction only, so
                        that a receive which waits never stands in the way of a send.
     ``_MailboxWire``   copy engines, between GPUs of one host: who receives need not be there when a message comes.
+
+A message is one tensor or several (of a model with two stacks), of the same shapes at every boundary; each goes by
+itself, in their order.
 """
 
 from __future__ import annotations
@@ -23,17 +26,18 @@ from torch import Tensor
 from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.pipeline_parallel.actions import Action, Place, Schedule
 
+Message = tuple[Tensor, ...]
 
-class TensorShape(NamedTuple):
-    """Shape, dtype and device of one message."""
 
-    shape: tuple[int, ...]
+class MessageShape(NamedTuple):
+    """Shapes of the tensors of a message, their dtype and device."""
+
+    shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
 
-
-    def empty(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+    def empty(self) -> Message:
+        return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes)
 
 
 class _Lane:
@@ -52,42 +56,48 @@ def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bo
 
 
 class _Wire(Protocol):
-    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
+    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Message]:
         """Post a receive, in the order of numbers; returns what waits for the message, in stream order."""
 
-    def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
-        """Start to send; the tensor is let go once it has arrived."""
+    def send(self, lane: _Lane, number: int, message: Message) -> None:
+        """Start to send; the tensors are let go once they have arrived."""
 
     def finish(self) -> None:
         """Wait until everything has been sent."""
 
 
 class _GroupWire:
-    def __init__(self, groups: ProcessGroups, message: TensorShape) -> None:
+    def __init__(self, groups: ProcessGroups, message: MessageShape) -> None:
         self._groups, self._message = groups, message
         self._sending: deque[tuple[Tensor, dist.Work]] = deque()
 
     def _group(self, lane: _Lane) -> Group:
         return self._groups.pp_up if lane.target > lane.source else self._groups.pp_down
 
-    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
-        buffer, group = self._message.empty(), self._group(lane)
+    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Message]:
+        buffers, group = self._message.empty(), self._group(lane)
         # gloo matches by tag; NCCL ignores tags and matches in the order of posting, hence the order of numbers
-        work = dist.irecv(buffer, group.ranks[lane.source], group=group.handle, tag=number)
-        assert work is not None
+        works = [
+            dist.irecv(buffer, group.ranks[lane.source], group=group.handle, tag=number * len(buffers) + index)
+            for index, buffer in enumerate(buffers)
+        ]
 
-        def wait() -> Tensor:
-            work.wait()  # on CUDA the current stream waits, not the host
-            return buffer
+        def wait() -> Message:
+            for work in works:
+                assert work is not None
+                work.wait()  # on CUDA the current stream waits, not the host
+            return buffers
 
         return wait
 
-    def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
+    def send(self, lane: _Lane, number: int, message: Message) -> None:
         group = self._group(lane)
-        work = dist.isend(tensor, group.ranks[lane.target], group=group.handle, tag=number)
-        assert work is not None
-        # the tensor must outlive its send: the allocator would give its memory away while it is still read
-        self._sending.append((tensor, work))
+        for index, tensor in enumerate(message):
+            tag = number * len(message) + index
+            work = dist.isend(tensor, group.ranks[lane.target], group=group.handle, tag=tag)
+            assert work is not None
+            # the tensor must outlive its send: the allocator would give its memory away while it is still read
+            self._sending.append((tensor, work))
         while self._sending and self._sending[0][1].is_completed():
             self._sending.popleft()
 
@@ -98,30 +108,37 @@ class _GroupWire:
 
 
 class _MailboxWire:
-    def __init__(self, engines: Any, message: TensorShape) -> None:
+    def __init__(self, engines: Any, message: MessageShape) -> None:
         self._message = message
-        self._mailbox = engines.mailbox(message.dtype.itemsize * torch.Size(message.shape).numel())
+        sizes = (message.dtype.itemsize * torch.Size(shape).numel() for shape in message.shapes)
+        self._mailboxes = [engines.mailbox(size) for size in sizes]  # tensors of one size share one
         self._unread: dict[_Lane, deque[int]] = {}
-        self._read: dict[tuple[_Lane, int], Tensor] = {}
+        self._read: dict[tuple[_Lane, int], Message] = {}
 
-    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Tensor]:
+    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Message]:
         self._unread.setdefault(lane, deque()).append(number)
 
-        def wait() -> Tensor:
+        def wait() -> Message:
             # a mailbox hands messages out in the order of sending: take out those before the one that is asked for
             while (lane, number) not in self._read:
                 received = self._message.empty()
-                self._mailbox.receive(lane.source, received)
+                for mailbox, tensor in zip(self._mailboxes, received, strict=True):
+                    mailbox.receive(lane.source, tensor)
                 self._read[lane, self._unread[lane].popleft()] = received
             return self._read.pop((lane, number))
 
         return wait
 
-    def send(self, lane: _Lane, number: int, tensor: Tensor) -> None:
-        self._mailbox.send(lane.target, tensor)
+    def send(self, lane: _Lane, number: int, message: Message) -> None:
+        for mailbox, tensor in zip(self._mailboxes, message, strict=True):
+            mailbox.send(lane.target, tensor)
 
     def finish(self) -> None:
         """The stream that sends keeps what it needs."""
+
+
+def _shown(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return " and ".join(map(str, shapes))
 
 
 class Messages:
@@ -131,7 +148,7 @@ class Messages:
     keyed by actions, so that no caller counts anything.
     """
 
-    def __init__(self, schedule: Schedule, groups: ProcessGroups, message: TensorShape) -> None:
+    def __init__(self, schedule: Schedule, groups: ProcessGroups, message: MessageShape) -> None:
         self.schedule, self.rank, self.message = schedule, groups.pp.rank, message
         neighbours = {(self.rank - 1) % groups.pp.size, (self.rank + 1) % groups.pp.size} - {self.rank}
         self._inbound = {peer: _Lane(schedule, peer, self.rank) for peer in neighbours}
@@ -139,8 +156,8 @@ class Messages:
         self._expected = {peer: deque(lane.number) for peer, lane in self._inbound.items()}
         engines = groups.pp.engines
         self._wire: _Wire = _GroupWire(groups, message) if engines is None else _MailboxWire(engines, message)
-        self._posted: dict[Place, Callable[[], Tensor]] = {}
-        self._at_home: dict[Place, Tensor] = {}
+        self._posted: dict[Place, Callable[[], Message]] = {}
+        self._at_home: dict[Place, Message] = {}
         """Between chunks of the same rank."""
 
     def post(self, action: Action) -> None:
@@ -154,7 +171,7 @@ class Messages:
             sent = expected.popleft()
             self._posted[Place(place.rank, sent)] = self._wire.start_receive(lane, lane.number[sent])
 
-    def receive(self, action: Action) -> Tensor | None:
+    def receive(self, action: Action) -> Message | None:
         """The input of ``action``; None where it has none."""
         place = self.schedule.source(self.rank, action)
         if place is None:
@@ -164,23 +181,25 @@ class Messages:
         self.post(action)
         return self._posted.pop(place)()
 
-    def send(self, action: Action, tensor: Tensor) -> None:
+    def send(self, action: Action, message: Message) -> None:
         """Start to send the result of ``action`` to the rank that needs it."""
         place = self.schedule.target(self.rank, action)
         if place is None:
             return
         if place.rank == self.rank:
             # detached, as if it had travelled: the next chunk's backward ends here and sends its gradient on
-            self._at_home[Place(self.rank, action)] = tensor.detach()
+            self._at_home[Place(self.rank, action)] = tuple(tensor.detach() for tensor in message)
             return
-        if tensor.shape != self.message.shape or tensor.dtype != self.message.dtype:
+        made, wanted = tuple(tuple(tensor.shape) for tensor in message), tuple(map(tuple, self.message.shapes))
+        dtypes = {tensor.dtype for tensor in message}
+        if made != wanted or dtypes != {self.message.dtype}:
             raise ValueError(
-                f"a pipeline stage made {tuple(tensor.shape)} {tensor.dtype}, but stages pass on "
-                f"{tuple(self.message.shape)} {self.message.dtype}: all micro-batches must have seq_length x "
-                "micro_batch_size tokens, and config.pipeline_dtype must be the dtype of the hidden states"
+                f"a pipeline stage made {_shown(made)} {', '.join(map(str, dtypes))}, but stages pass on "
+                f"{_shown(wanted)} {self.message.dtype}: all micro-batches must have seq_length x micro_batch_size "
+                "tokens, and config.pipeline_dtype must be the dtype of the hidden states"
             )
         lane = self._outbound[place.rank]
-        self._wire.send(lane, lane.number[action], tensor.detach().contiguous())
+        self._wire.send(lane, lane.number[action], tuple(tensor.detach().contiguous() for tensor in message))
 
     def finish(self) -> None:
         """Wait until everything has been sent. Whatever was announced must have been received."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatron.core.pipeline_parallel.actions import Action, Schedule
-from megatron.core.pipeline_parallel.p2p import Messages
+from megatron.core.pipeline_parallel.p2p import Message, Messages
 from megatron.core.pipeline_parallel.results import MicroBatchResult, split_loss
 from megatron.core.tensor_parallel.linear import WeightGradientStore
 
@@ -49,9 +49,9 @@ def iterators_of_chunks(data_iterator: Any, num_chunks: int) -> Sequence[Iterato
 class _Passed:
     """The part of a forward pass that backward needs."""
 
-    received: Tensor | None
-    root: Any
-    """The loss, or the gradient edge of the output; None where nothing needs a gradient."""
+    received: Message | None
+    roots: Sequence[Any]
+    """The loss, or the gradient edges of the tensors of the output; None for one that needs no gradient."""
     weight_gradients: Sequence[Callable[[], None]] = ()
     """Weight gradients that B delayed until W."""
 
@@ -96,21 +96,23 @@ class PipelineRun:
         train = self.schedule.has_backward
         received = self.messages.receive(action)
         if received is not None and train:
-            received.requires_grad_()  # a leaf: its .grad is what backward sends to the stage before
+            for tensor in received:
+                tensor.requires_grad_()  # a leaf: its .grad is what backward sends to the stage before
         set_input_tensor(chunk, received)
-        root: Any
+        roots: Sequence[Any]
         with torch.set_grad_enabled(train):
             output, loss_func = work.forward_step(work.iterators[action.chunk], chunk)
             if self.schedule.stage(self.rank, action.chunk) == self.schedule.num_stages - 1:
-                root = self._loss(output, loss_func)
+                roots = [self._loss(output, loss_func)]
             else:
-                self.messages.send(action, output)
-                # the edge holds the graph but not the output's memory, which is free once it has been sent
-                root = get_gradient_edge(output) if output.requires_grad else None
+                message = tensors_of(output)
+                self.messages.send(action, message)
+                # an edge holds the graph but not the output's memory, which is free once it has been sent
+                roots = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in message]
         # else the model keeps the input alive until its next forward pass
         set_input_tensor(chunk, None)
         if train:
-            self._passed[action.chunk, action.microbatch] = _Passed(received, root)
+            self._passed[action.chunk, action.microbatch] = _Passed(received, roots)
 
     def _loss(self, output: Tensor, loss_func: Callable) -> Tensor | None:
         """Keeps the micro-batch's result; what to differentiate."""
@@ -128,16 +130,17 @@ class PipelineRun:
     def _backward(self, action: Action) -> None:
         key = action.chunk, action.microbatch
         passed = self._passed[key] if self.schedule.splits_backward else self._passed.pop(key)
-        gradient = self.messages.receive(action)
-        if passed.root is not None:
+        gradients = self.messages.receive(action) or [None]
+        pairs = [each for each in zip(passed.roots, gradients, strict=True) if each[0] is not None]
+        if pairs:
             with self._gradients_follow(action):
-                torch.autograd.backward([passed.root], [gradient])
+                roots, theirs = zip(*pairs)
+                torch.autograd.backward(roots, theirs)
         if passed.received is not None:
-            received_gradient = passed.received.grad
-            if received_gradient is None:  # nothing needs it, but the stage before waits for a message
-                received_gradient = torch.zeros_like(passed.received)
-            self.messages.send(action, received_gradient)
-        passed.received = passed.root = None  # where W is still to come, only what it needs stays alive
+            # where nothing needs a tensor, the stage before waits for a message all the same
+            found = (torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in passed.received)
+            self.messages.send(action, tuple(found))
+        passed.received, passed.roots = None, ()  # where W is still to come, only what it needs stays alive
         if self.schedule.splits_backward:
             passed.weight_gradients = self._stores[action.chunk].take()
 
@@ -177,12 +180,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def set_input_tensor(chunk: nn.Module, tensor: Tensor | None) -> None:
-    """Hands a stage what the stage before it sent."""
+def tensors_of(output: Any) -> Message:
+    """The tensors of what a stage puts out: a tensor, or a tuple of them in which None stands for none."""
+    return (output,) if isinstance(output, Tensor) else tuple(each for each in output if each is not None)
+
+
+def set_input_tensor(chunk: nn.Module, message: Message | None) -> None:
+    """Hands a stage what the stage before it sent: a tensor, or a tuple where there are several."""
     model: Any = unwrapped(chunk)
     if hasattr(model, "set_input_tensor"):
-        model.set_input_tensor(tensor)
-    elif tensor is not None:
+        model.set_input_tensor(message[0] if message is not None and len(message) == 1 else message)
+    elif message is not None:
         raise ValueError(f"{type(model).__name__} is a later pipeline stage: it needs set_input_tensor(tensor)")
 
 

@@ -26,7 +26,7 @@ from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.choose import choose_schedule
-from megatron.core.pipeline_parallel.p2p import Messages, TensorShape
+from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
 from megatron.core.pipeline_parallel.schedule_plain import forward_only as forward_only_schedule
@@ -35,7 +35,7 @@ from megatron.core.pipeline_parallel.schedule_plain import without_pipeline
 __all__ = ["MicroBatchResult", "forward_backward_no_pipelining", "forward_backward_pipelining",
            "get_forward_backward_func"]  # fmt: skip
 
-_NO_MESSAGES = TensorShape((0,), torch.float32, torch.device("cpu"))
+_NO_MESSAGES = MessageShape((), torch.float32, torch.device("cpu"))
 
 
 def forward_backward_no_pipelining(
@@ -82,7 +82,8 @@ def forward_backward_pipelining(
         model: this rank's chunk, or its chunks in the order in which a micro-batch visits them.
         seq_length: of the whole sequence, before context and sequence parallelism split it.
         micro_batch_size: sequences per micro-batch.
-        options: ``loss_transform`` and ``collect_non_loss_data`` as without a pipeline.
+        options: ``loss_transform`` and ``collect_non_loss_data`` as without a pipeline; ``decoder_seq_length`` of a
+            model with two stacks, whose encoder has ``seq_length``.
 
     Returns:
         One result per micro-batch on the last stage, nothing elsewhere.
@@ -98,7 +99,8 @@ def forward_backward_pipelining(
         forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
         options.get("collect_non_loss_data", False),
     )  # fmt: skip
-    messages = Messages(schedule, groups, message_shape(config, groups, seq_length, micro_batch_size))
+    lengths = seq_length, options.get("decoder_seq_length")
+    messages = Messages(schedule, groups, message_shape(unwrapped(chunks[0]), groups, lengths, micro_batch_size))
     return _run(PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=int(config.overlap_p2p_comm)))
 
 
@@ -132,13 +134,19 @@ def _schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches:
 _cached = lru_cache(maxsize=64)(choose_schedule)
 
 
-def message_shape(config: Any, groups: ProcessGroups, seq_length: int, micro_batch_size: int) -> TensorShape:
-    """Hidden states [s, b, h] as one stage passes them to the next."""
+def message_shape(
+    model: Any, groups: ProcessGroups, lengths: tuple[int, int | None], micro_batch_size: int
+) -> MessageShape:  # fmt: skip
+    """Hidden states [s, b, h] as one stage passes them to the next, or what ``model.message_shapes`` says."""
+    config = model.config
     parts = groups.cp.size * (groups.tp.size if config.sequence_parallel else 1)
+    shapes = [(lengths[0] // parts, micro_batch_size, config.hidden_size)]
+    if hasattr(model, "message_shapes"):
+        shapes = model.message_shapes(lengths, micro_batch_size)
     device = torch.device("cpu")
     if dist.get_backend(groups.pp_up.handle) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
-    return TensorShape((seq_length // parts, micro_batch_size, config.hidden_size), config.pipeline_dtype, device)
+    return MessageShape(tuple(shapes), config.pipeline_dtype, device)
 
 
 def get_forward_backward_func() -> Callable[..., list[MicroBatchResult]]:

@@ -275,11 +275,11 @@ def pipeline_stages(config: PipelineShape, costs: ModelCosts | None = None) -> l
         stages = parse_layout(config.pipeline_model_parallel_layout, costs.names)
         if len(stages) % ranks:
             raise LayoutError(f"the layout has {len(stages)} stages, not a multiple of {ranks} pipeline ranks")
-        if (num := len(stages[0].names)) != config.num_layers:
-            raise LayoutError(f"the layout has {num} layers, the model {config.num_layers}")
+        if (num := len(stages[0].names)) != len(costs.names):
+            raise LayoutError(f"the layout has {num} layers, the model {len(costs.names)}")
         return stages
     if config.decoder_first_pipeline_num_layers is not None or config.decoder_last_pipeline_num_layers is not None:
-        counts = _of_whole_layers(_given_ends(config, ranks, chunks), costs.names)
+        counts = _of_whole_layers(_given_ends(config, len(costs.names), ranks, chunks), costs.names)
     else:
         counts = _balanced(config, ranks * chunks, costs)
     ends, last, predictions = [0, *accumulate(counts)], len(counts) - 1, config.mtp_num_layers or 0
@@ -295,10 +295,10 @@ def _of_whole_layers(counts: Sequence[int], names: BranchNames) -> list[int]:
     return [len(branches_of_layers(range(*bounds), names)) for bounds in pairwise(ends)]
 
 
-def _given_ends(config: PipelineShape, ranks: int, chunks: int) -> list[int]:
+def _given_ends(config: PipelineShape, num_layers: int, ranks: int, chunks: int) -> list[int]:
     """Layers per stage where the first or the last rank's number is given; the other ranks share the rest."""
     first, last = config.decoder_first_pipeline_num_layers, config.decoder_last_pipeline_num_layers
-    rest = config.num_layers - (first or 0) - (last or 0)
+    rest = num_layers - (first or 0) - (last or 0)
     others = ranks - (first is not None) - (last is not None)
     if others < 0 or rest < others * chunks or (others == 0 and rest):
         raise LayoutError(f"{rest} layers remain for {others} pipeline ranks beside the ones whose layers are given")
@@ -314,15 +314,15 @@ WORTH_A_CUT = 0.01
 
 def _balanced(config: PipelineShape, num_stages: int, costs: ModelCosts) -> list[int]:
     """Branches per stage."""
-    if num_stages > config.num_layers + 2:  # said before anything as long as that number is built
-        raise LayoutError(f"{config.num_layers} layers cannot fill {num_stages} pipeline stages")
+    if num_stages > len(costs.names) + 2:  # said before anything as long as that number is built
+        raise LayoutError(f"{len(costs.names)} layers cannot fill {num_stages} pipeline stages")
     front = float(config.account_for_embedding_in_pipeline_split)
     back = float(config.account_for_loss_in_pipeline_split)
     smallest = [1] * num_stages
     smallest[0] -= config.account_for_embedding_in_pipeline_split
     smallest[-1] -= config.account_for_loss_in_pipeline_split
     if front or back or costs.layers is None or num_stages == 1:
-        alike = balanced_counts([1.0] * config.num_layers, smallest, front, back)
+        alike = balanced_counts([1.0] * len(costs.names), smallest, front, back)
         return _of_whole_layers(alike, costs.names)
     layers, back = [sum(branches) for branches in costs.layers], costs.head
     whole = balanced_counts(layers, smallest, front, back)

@@ -146,8 +146,9 @@ class SelfAttention(nn.Module):
             query, key, value = self._heads(grouped)
         else:
             query, key, value = self._rotated_heads(grouped, *rotary, self.rotary_interleaved)
+        bias = () if ctx.position_bias is None else (ctx.position_bias,)
         return self._run_core(
-            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout
+            self.core_attention, query, key, value, ctx.attention_mask, ctx.packed_seq_params, ctx.dropout, *bias
         )
 
 

@@ -3,7 +3,7 @@
 A fact that a branch newly needs is a field here, filled where a model makes the context (``GPTModel.forward``); every
 signature in between stays as it is.
 
-Legend: s sequence (local), b batch, r rotated channels.
+Legend: s sequence (local; e: of the encoder), b batch, h hidden, r rotated channels.
 """
 
 from __future__ import annotations
@@ -34,13 +34,19 @@ class ForwardContext:
     """Weight of losses in the middle of the model; None: there are none, as in evaluation."""
     rotary_pos_emb_local: RotaryTables | None = None
     """Rotations in layers with a sliding window; None: those of all layers."""
+    position_bias: Tensor | None = None
+    """Added to the scores of self-attention, broadcasts to [b, heads, queries, keys]."""
+    encoder_output: Tensor | None = None
+    """[e, b, h], of which cross-attention makes keys and values."""
+    encoder_documents: PackedSeqParams | None = None
+    """Which of these keys are real (:meth:`PackedSeqParams.of_keys`); None: all."""
     overlap: bool = False
     """Whether another half of the micro-batch computes in between: collectives may then be left under way."""
 
     @property
     def can_be_halved(self) -> bool:
         """Whether sequences may go apart: packed documents are numbered through the whole micro-batch."""
-        return self.packed_seq_params is None
+        return self.packed_seq_params is None and self.encoder_documents is None
 
     def halves(self, batch: int) -> tuple[ForwardContext, ForwardContext]:
         """Contexts of the two halves of ``batch`` sequences; what is the same for all of them goes to both."""
@@ -60,6 +66,8 @@ class ForwardContext:
                 rotary_pos_emb=rotary,
                 rotary_pos_emb_local=rotary_local,
                 dropout=None if dropout is None else replace(dropout, sample_b=part(dropout.sample_b, half)),
+                position_bias=None if self.position_bias is None else part(self.position_bias, half),
+                encoder_output=None if self.encoder_output is None else part(self.encoder_output, half, 1),
                 side_losses=None if side is None else side._replace(tokens_b=part(side.tokens_b, half)),
                 overlap=True,
             )

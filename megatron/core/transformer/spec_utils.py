@@ -51,7 +51,7 @@ class BranchSpec:
     @property
     def dropout_name(self) -> str:
         """The name of the dropout among the layer's modules."""
-        return f"{self.site}_dropout"
+        return f"{self.site.replace(' ', '_')}_dropout"
 
 
 def build_module(spec: ModuleSpec | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

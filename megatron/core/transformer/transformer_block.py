@@ -72,7 +72,8 @@ def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) 
 class TransformerBlock(nn.Module):
     """The ``branches`` of the model (all), counted from 0 through its layers; [s, b, h] -> [s, b, h].
 
-    ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``.
+    ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``; of ``num_layers`` (None:
+    ``config.num_layers``), numbered from ``first_number`` on: those of a second stack behind those of the first.
     """
 
     def __init__(
@@ -82,16 +83,19 @@ class TransformerBlock(nn.Module):
         *,
         branches: range | None = None,
         post_layer_norm: bool = True,
+        num_layers: int | None = None,
+        first_number: int = 1,
         groups: ProcessGroups,
     ) -> None:
         super().__init__()
-        specs = layer_specs(spec, config.num_layers)
+        specs = layer_specs(spec, num_layers or config.num_layers)
         names = branch_names(specs, config.use_parallel_residual)
-        branches = branches_of_layers(range(config.num_layers), names) if branches is None else branches
+        branches = branches_of_layers(range(len(specs)), names) if branches is None else branches
         self.layers = LayerList()
         for part in parts_of(branches, names):
             held = {} if part.is_whole else {"branches": part.branches}
-            layer = build_module(specs[part.layer], config, layer_number=part.layer + 1, groups=groups, **held)
+            number = part.layer + first_number
+            layer = build_module(specs[part.layer], config, layer_number=number, groups=groups, **held)
             self.layers.append(layer, part.layer)
         self._runs = layer_runs(config, len(self.layers), groups)
         """Which layers run together, and what they keep for backward."""

@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
 """The first steps, which are checked unless --check-replicas 0: most bugs show at once."""
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_LAYER = re.compile(r"^(?:(.+?)\.|)layers\.(\d+)\.")
+"""Stack and index."""
 
 
 class BuildError(UserError):
@@ -98,6 +99,16 @@ def _pieces_of(chunks: Sequence[nn.Module], groups: ProcessGroups) -> list[list[
     return found
 
 
+def _stacks_of(model: ModelDescription | None, num_layers: int) -> Mapping[str, int]:
+    """Layers of each stack by the name before theirs; "": of a model that nobody knows, whatever it calls its own."""
+    found: dict[str, int] = {}
+    for branches in () if model is None else model.layers:
+        names = {match[1] or "" for branch in branches for each in branch.params if (match := _LAYER.search(each.name))}
+        for name in names:
+            found[name] = found.get(name, 0) + 1
+    return found or {"": num_layers}
+
+
 def problems_of(
     pieces: Iterable[Holding],
     num_layers: int,
@@ -110,12 +121,8 @@ def problems_of(
     by_name: dict[str, list[Holding]] = {}
     for piece in pieces:
         by_name.setdefault(piece.name, []).append(piece)
-    layers = {int(match[1]) for name in by_name if (match := _LAYER.search(name))}
-    if layers:
-        if missing := sorted(set(range(num_layers)) - layers):
-            yield f"{_layers(missing)} on no rank"
-        if surplus := sorted(layers - set(range(num_layers))):
-            yield f"{_layers(surplus)} beyond --num-layers {num_layers}"
+    if held := _by_layer(by_name):
+        yield from _wrong_layers(held.keys(), _stacks_of(model, num_layers))
     if model is not None:
         yield from _differences(model, {name: own[0].shape for name, own in by_name.items()})
     doubled: dict[tuple[int, ...], list[str]] = {}
@@ -142,6 +149,17 @@ def problems_of(
         )
 
 
+def _wrong_layers(held: Iterable[tuple[str, int]], stacks: Mapping[str, int]) -> Iterable[str]:
+    """Layers, by stack and index, that ``stacks`` have and nobody holds, and the reverse."""
+    for stack, num_layers in stacks.items():
+        layers = {index for name, index in held if stack in ("", name)}
+        of, flag = (f" of the {stack}", "") if len(stacks) > 1 else ("", "--num-layers ")
+        if missing := sorted(set(range(num_layers)) - layers):
+            yield f"{_layers(missing, of)} on no rank"
+        if surplus := sorted(layers - set(range(num_layers))):
+            yield f"{_layers(surplus, of)} beyond {flag}{num_layers}"
+
+
 def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
     """Where the parameters that are there are not those of the description."""
     described = {each.name: each.shape for each in model.params() if each.tied_to is None}
@@ -160,9 +178,9 @@ def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) 
         yield f"the settings make no {', '.join(surplus[:3])}" + (" …" if len(surplus) > 3 else "")
 
 
-def _layers(indices: Sequence[int]) -> str:
+def _layers(indices: Sequence[int], of: str = "") -> str:
     numbers = ", ".join(str(index + 1) for index in indices[:8]) + (" …" if len(indices) > 8 else "")
-    return f"layer {numbers} is" if len(indices) == 1 else f"layers {numbers} are"
+    return f"layer {numbers}{of} is" if len(indices) == 1 else f"layers {numbers}{of} are"
 
 
 # ---- the layout in words
@@ -213,23 +231,25 @@ def _contents(pieces: Iterable[Holding], stage: int, everywhere: set[str], branc
     names, whole = {piece.name for piece in pieces}, _by_layer(everywhere)
     embedding = any(name.startswith("embedding.") for name in names)
     parts = ["embedding"] if embedding and stage == 0 else []
-    runs: dict[str, list[int]] = {}  # what is held of them -> layers
-    for layer, own in sorted(_by_layer(names).items()):
+    several = len({stack for stack, _ in whole} - {"mtp"}) > 1
+    runs: dict[tuple[str, str], list[int]] = {}  # stack, what is held of its layers -> layers
+    for (stack, layer), own in sorted(_by_layer(names).items(), key=lambda each: (each[0][0] != "encoder", each[0])):
         held = dict.fromkeys(branches.get(name, "a part") for name in sorted(own))
-        runs.setdefault("" if own == whole[layer] else f"{' and '.join(held)} of ", []).append(layer + 1)
-    for what, numbers in sorted(runs.items(), key=lambda run: run[1]):
-        parts.append(f"{what}layer{'s' if len(numbers) > 1 else ''} {_span(numbers)}")
+        what = "" if own == whole[stack, layer] else f"{' and '.join(held)} of "
+        runs.setdefault((stack if several or stack == "mtp" else "", what), []).append(layer + 1)
+    for (stack, what), numbers in sorted(runs.items(), key=lambda run: (run[0][0] != "encoder", run[1])):
+        parts.append(f"{what}{stack}{' ' * bool(stack)}layer{'s' if len(numbers) > 1 else ''} {_span(numbers)}")
     parts += ["final norm"] if any("final_layernorm" in name for name in names) else []
-    parts += ["output layer"] if any(name.startswith("output_layer.") for name in names) else []
+    parts += ["output layer"] if any("output_layer." in name for name in names) else []
     parts += ["output layer (tied)"] if embedding and stage > 0 else []
     return " + ".join(parts) or ", ".join(sorted(names)[:4]) or "nothing"
 
 
-def _by_layer(names: Iterable[str]) -> dict[int, set[str]]:
-    found: dict[int, set[str]] = {}
+def _by_layer(names: Iterable[str]) -> dict[tuple[str, int], set[str]]:
+    found: dict[tuple[str, int], set[str]] = {}
     for name in names:
         if match := _LAYER.search(name):
-            found.setdefault(int(match[1]), set()).add(name)
+            found.setdefault((match[1] or "", int(match[2])), set()).add(name)
     return found
 
 

@@ -17,8 +17,9 @@ class ModelConfig:
     """Longest sequence the model can be asked for; the size of the learned position table. Required; at least
     --seq-length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
-    """How tokens know their position: a learned table, rotary, YaRN-stretched rotary, or not at all."""
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "relative", "none"] = "learned_absolute"
+    """How tokens know their position: a learned table, rotary, YaRN-stretched rotary, a bias on scores by distance
+    (pretrain_t5.py), or not at all."""
 
     add_position_embedding: bool = flag("--no-position-embedding", default=True)
     """No learned position table; only together with another --position-embedding-type."""

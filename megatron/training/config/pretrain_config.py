@@ -13,6 +13,7 @@ from megatron.core.config.transformer_config import ModelSettings
 from megatron.training.config.checkpointing import CheckpointConfig
 from megatron.training.config.data import DataConfig
 from megatron.training.config.distributed import DistributedConfig
+from megatron.training.config.encoder_decoder import EncoderDecoderConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.masked_data import MaskedDataConfig
@@ -31,6 +32,7 @@ class PretrainConfig(
     ProgramConfig,
     ModelSettings,
     ModelConfig,
+    EncoderDecoderConfig,
     TrainingConfig,
     RegularizationConfig,
     MixedPrecisionConfig,

@@ -113,7 +113,10 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
 
 def _network(cfg: PretrainConfig) -> dict[str, Any]:
     num_layers = cfg.encoder_num_layers if cfg.num_layers is None else cfg.num_layers
-    values: dict[str, Any] = {"num_layers": num_layers, "encoder_num_layers": num_layers, **following_sizes(cfg)}
+    values: dict[str, Any] = {"num_layers": num_layers, **following_sizes(cfg)}
+    values["encoder_num_layers"] = cfg.encoder_num_layers or num_layers
+    if cfg.model_family == "t5" and cfg.decoder_num_layers is None:
+        values["decoder_num_layers"] = num_layers
     if cfg.num_query_groups is None and cfg.group_query_attention:
         values["num_query_groups"] = 1
     if not cfg.pad_vocab_size:

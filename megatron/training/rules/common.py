@@ -36,12 +36,19 @@ def impossible_values(cfg: PretrainConfig) -> list[Problem]:
     return found
 
 
+def sequence_lengths(cfg: PretrainConfig) -> list[tuple[str, int]]:
+    """(field, tokens) of the sequences of a sample."""
+    fields = ("seq_length", "decoder_seq_length") if cfg.model_family == "t5" else ("seq_length",)
+    return [(field, length) for field in fields if (length := getattr(cfg, field))]
+
+
 EXAMPLES = {
     "num_layers": "12",
     "hidden_size": "768",
     "num_attention_heads": "12",
     "max_position_embeddings": "1024",
     "seq_length": "1024",
+    "decoder_seq_length": "128",
     "micro_batch_size": "4",
     "lr": "3e-4",
     "vocab_size": "50257",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, missing, problem
+from megatron.training.rules.common import Problems, missing, problem, sequence_lengths
 from megatron.training.rules.layout import nearest_multiples
 
 
 def context_parallel_ranks_get_two_chunks(cfg: PretrainConfig) -> Problems:
-    cp, length = cfg.context_parallel_size, cfg.seq_length
-    if cp > 1 and length and length % (2 * cp):
-        reason = f"is not a multiple of 2 x --context-parallel-size {cp}: each rank holds an early and a late chunk"
-        yield problem(cfg, "seq_length", reason, nearest_multiples(length, 2 * cp))
+    cp = cfg.context_parallel_size
+    for field, length in sequence_lengths(cfg):
+        if cp > 1 and length % (2 * cp):
+            reason = f"is not a multiple of 2 x --context-parallel-size {cp}: each rank holds an early and a late chunk"
+            yield problem(cfg, field, reason, nearest_multiples(length, 2 * cp))
 
 
 def exchanges_are_named_once_or_per_layer(cfg: PretrainConfig) -> Problems:

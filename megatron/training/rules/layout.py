@@ -8,7 +8,7 @@ import os
 from megatron.core.config.cli import Problem
 from megatron.core.config.memory import RECOMPUTED_MODULES
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, missing, problem
+from megatron.training.rules.common import Problems, missing, problem, sequence_lengths
 
 
 def nearest_multiples(value: int, divisor: int) -> str:
@@ -56,11 +56,12 @@ def key_value_heads_split_or_repeat_evenly(cfg: PretrainConfig) -> Problems:
 
 def sequence_parallel_ranks_get_equal_parts(cfg: PretrainConfig) -> Problems:
     """``resolve`` has dropped --sequence-parallel where there is one tensor-parallel rank."""
-    tp, cp, length = cfg.tensor_model_parallel_size, cfg.context_parallel_size, cfg.seq_length
-    if cfg.sequence_parallel and length and min(tp, cp) >= 1 and length % (tp * cp):
-        ranks = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
-        reason = f"is not a multiple of {ranks}, as --sequence-parallel needs"
-        yield problem(cfg, "seq_length", reason, nearest_multiples(length, tp * cp))
+    tp, cp = cfg.tensor_model_parallel_size, cfg.context_parallel_size
+    for field, length in sequence_lengths(cfg):
+        if cfg.sequence_parallel and min(tp, cp) >= 1 and length % (tp * cp):
+            ranks = f"--tensor-model-parallel-size {tp}" + (f" x --context-parallel-size {cp}" if cp > 1 else "")
+            reason = f"is not a multiple of {ranks}, as --sequence-parallel needs"
+            yield problem(cfg, field, reason, nearest_multiples(length, tp * cp))
 
 
 def halves_of_micro_batches_can_take_turns(cfg: PretrainConfig) -> Problems:

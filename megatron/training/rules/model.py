@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.config.errors import UserError
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, missing, problem
+from megatron.training.rules.common import Problems, missing, names_of, problem, sequence_lengths
 
 
 def architecture_is_given(cfg: PretrainConfig) -> Problems:
@@ -52,9 +52,10 @@ def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
 
 
 def positions_cover_the_sequence(cfg: PretrainConfig) -> Problems:
-    if cfg.seq_length and cfg.max_position_embeddings and cfg.max_position_embeddings < cfg.seq_length:
-        reason = f"is smaller than --seq-length {cfg.seq_length}"
-        yield problem(cfg, "max_position_embeddings", reason, f"give at least {cfg.seq_length}")
+    for field, length in sequence_lengths(cfg):
+        if cfg.max_position_embeddings and cfg.max_position_embeddings < length:
+            reason = f"is smaller than {names_of(field)} {length}"
+            yield problem(cfg, "max_position_embeddings", reason, f"give at least {length}")
 
 
 def position_table_is_consistent(cfg: PretrainConfig) -> Problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.core.config.errors import UserError
+from megatron.core.pipeline_parallel.balance import ModelCosts
 from megatron.core.pipeline_parallel.stages import (
     BranchNames,
     LayoutError,
@@ -61,9 +62,11 @@ def layout_string_is_well_formed(cfg: PretrainConfig) -> Problems:
     except LayoutError as error:
         yield problem(cfg, "pipeline_model_parallel_layout", str(error), "such as Et*3|(tt|)*29,t|L")
         return
-    layers = len(stages[0].names)
-    if cfg.num_layers and layers != cfg.num_layers:
-        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for --num-layers {cfg.num_layers}")
+    layers, wanted = len(stages[0].names), f"--num-layers {cfg.num_layers}"
+    if cfg.num_layers and cfg.decoder_num_layers is not None:
+        wanted += f" and {names_of('decoder_num_layers')} {cfg.decoder_num_layers}"
+    if cfg.num_layers and layers != cfg.num_layers + (cfg.decoder_num_layers or 0):
+        yield problem(cfg, "pipeline_model_parallel_layout", f"has {layers} layers for {wanted}")
     if cfg.whole_layers_in_pipeline_split and any(stage.cuts_layers for stage in stages):
         yield problem(cfg, "whole_layers_in_pipeline_split", f"contradicts a and f in {text!r}", "leave it out")
     if ranks > 0 and len(stages) % ranks:
@@ -101,8 +104,9 @@ def layers_fill_the_stages(cfg: PretrainConfig) -> Problems:
     ranks = cfg.pipeline_model_parallel_size
     if not cfg.num_layers or ranks < 2 or cfg.pipeline_model_parallel_layout is not None:
         return
+    names = _branches(cfg)
     try:
-        pipeline_stages(cfg)
+        pipeline_stages(cfg, None if names is None else ModelCosts(tuple(map(tuple, names)), None))
     except LayoutError as error:
         chunks = virtual_pipeline_size(cfg)
         stages = f"{ranks} x {chunks} = {ranks * chunks}" if chunks > 1 else str(ranks)

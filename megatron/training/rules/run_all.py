@@ -17,6 +17,7 @@ from megatron.training.rules import (
     context,
     data,
     data_parallel,
+    encoder_decoder,
     experts,
     families,
     layout,
@@ -36,7 +37,9 @@ def rules_of(*files: ModuleType) -> list[Rule]:
     ]  # fmt: skip
 
 
-RULES = rules_of(model, families, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints)
+RULES = rules_of(
+    model, families, encoder_decoder, backends, layout, experts, context, pipeline, data_parallel, training, checkpoints
+)
 
 
 def check(cfg: PretrainConfig) -> list[Problem]:

@@ -68,6 +68,7 @@ def mock_data(task: LanguageModelTask, num_samples: Sequence[int | None]) -> tup
 TASKS = {
     "gpt": ("megatron.training.tasks.gpt", "GPTTask"),
     "bert": ("megatron.training.tasks.bert", "BertTask"),
+    "t5": ("megatron.training.tasks.t5", "T5Task"),
 }
 """By ``cfg.model_family``."""
 

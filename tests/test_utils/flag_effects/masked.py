@@ -3,6 +3,8 @@
 import dataclasses
 from unittest import mock
 
+import numpy as np
+
 from tests.test_utils.flag_effects.rows import Probe
 
 BERT = "--tokenizer-type BertWordPieceLowerCase --vocab-file {bert}"
@@ -33,9 +35,36 @@ def names_of_heads(cfg):
     return [name for name in names if "binary_head" in name or "tokentype" in name or "pooler" in name]
 
 
+def decoder_depth(cfg):
+    from megatron.training.model_description import describe_run
+
+    return sum(len(layer) == 3 for layer in describe_run(cfg, 64).layers)
+
+
+def answer_length(cfg):
+    from megatron.training.tasks.t5 import T5Task
+    from megatron.training.verify.layout_trace import with_synthetic_data
+
+    return len(with_synthetic_data(T5Task, 61)(cfg).random_sample(np.random.default_rng(0))["labels"])
+
+
+def relative_positions(cfg):
+    """Buckets, and the longest distance, of the model that is built."""
+    from megatron.training.tasks.t5 import T5Task
+    from megatron.training.verify.layout_trace import with_synthetic_data
+
+    model = with_synthetic_data(T5Task, 61)(cfg).model_provider()
+    return len(model.encoder_relative_pos_emb.table), model.max_distance
+
+
+T5 = {"base": "--decoder-seq-length 16 --position-embedding-type relative", "family": "t5"}
 WITHOUT = "--tokenizer-type --vocab-size"
 ROWS = [
     Probe("--mask-prob 0.3", of_samples("masking_probability"), 0.3, base=BERT, without=WITHOUT),
     Probe("--short-seq-prob 0.5", of_samples("short_sequence_probability"), 0.5, base=BERT, without=WITHOUT),
     Probe("--bert-no-binary-head", names_of_heads, []),
+    Probe("--decoder-num-layers 5", decoder_depth, 5, **T5),
+    Probe("--decoder-seq-length 12", answer_length, 12, **T5),
+    Probe("--relative-attention-num-buckets 8", relative_positions, (8, 128), **T5),
+    Probe("--relative-attention-max-distance 64", relative_positions, (32, 64), **T5),
 ]

@@ -50,6 +50,8 @@ class Probe:
     drop: str = ""
     without: str = ""
     ranks: int = 1
+    family: str = "gpt"
+    """Whose program is asked."""
 
     @property
     def flag(self):

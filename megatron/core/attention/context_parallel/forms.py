@@ -141,6 +141,8 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
 
 
 def _refuse_dense(mask: Mask) -> None:
+    if mask.bias is not None:
+        raise UserError("position_embedding_type relative: not with context parallelism or attention sinks")
     if mask.hidden is not None:
         raise UserError(
             "attention_mask: context parallelism and attention sinks take no dense masks; describe documents by "
@@ -181,15 +183,19 @@ class _BlockAttention:
     group: Group
     kernel: Kernel
 
-    def _plan(self, length: int, blocks: Sequence[Spans], mask: Mask) -> _Plan:
-        """The plan of this rank's queries, with whole sequences of ``length``."""
+    def _plan(self, query: Tensor, key: Tensor, mask: Mask, blocks: Sequence[Spans]) -> _Plan:
+        """The plan of this rank's queries and ``blocks`` of whole sequences of keys, which may be others than those of
+        the queries."""
         _refuse_dense(mask)
+        length, key_length = (len(x) * self.group.size for x in (query, key))
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
         if mask.dropout is not None:
             assert isinstance(kernel, UnfusedAttention)
             kernel = kernel.dropping(mask.dropout)
         merge = mask.dropout is None  # a mask of dropout goes by positions
-        tiles = (plan_tiles(queries, keys, mask.visibility, length, mask.bounds, merge) for keys in blocks)
+        documents, of_keys = mask.bounds or (None, None)
+        others = None if of_keys is None or of_keys is documents else (of_keys, key_length)
+        tiles = (plan_tiles(queries, keys, mask.visibility, length, documents, merge, others) for keys in blocks)
         return _Plan(self.group, kernel, tuple(tiles))
 
 
@@ -198,17 +204,16 @@ class RingAttention(_BlockAttention):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         size, rank = self.group.size, self.group.rank
-        length = len(query) * size
-        spans = [zigzag.spans(length, (rank - step) % size, size) for step in range(size)]
-        return _Ring.apply(query, key, value, sink, self._plan(length, spans, mask))
+        spans = [zigzag.spans(len(key) * size, (rank - step) % size, size) for step in range(size)]
+        return _Ring.apply(query, key, value, sink, self._plan(query, key, mask, spans))
 
 
 class AllGatherAttention(_BlockAttention):
     """All keys and values on every rank, for the time of one layer's attention."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
-        length = len(query) * self.group.size
-        return _AllGather.apply(query, key, value, sink, self._plan(length, [((0, length),)], mask))
+        everything = ((0, len(key) * self.group.size),)
+        return _AllGather.apply(query, key, value, sink, self._plan(query, key, mask, [everything]))
 
 
 @dataclass(frozen=True)

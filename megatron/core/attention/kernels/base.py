@@ -122,7 +122,7 @@ class FlashKernel:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """As :meth:`Kernel.attend`."""
-        assert mask.dropout is None
+        assert mask.dropout is None and mask.bias is None
         if mask.hidden is not None:
             raise UserError(
                 "attention_mask: flash-attn takes no dense masks; describe documents by packed_seq_params, windows by "
@@ -139,13 +139,13 @@ class FlashKernel:
         documents = mask.documents
         assert documents is not None and documents.cu_seqlens_q is not None
         length, batch = query.shape[:2]
-        longest = documents.max_seqlen_q or length
+        longest = documents.max_seqlen_q or length, documents.max_seqlen_kv or len(key)
         before, after = mask.visibility.limits
         window = -1 if before is None else before, -1 if after is None else after
-        bounds = documents.cu_seqlens_q
+        bounds = documents.cu_seqlens_q, documents.cu_seqlens_k
         # [s, b, ...] -> [b * s, ...]: documents are runs of a row; views where b is 1
         query, key, value = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out, _ = self._flash(query, key, value, (bounds, bounds, longest, longest), window)
+        out, _ = self._flash(query, key, value, (*bounds, *longest), window)
         return out.unflatten(0, (batch, length)).transpose(0, 1)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:

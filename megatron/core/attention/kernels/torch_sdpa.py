@@ -99,7 +99,7 @@ class TorchAttention(FlashKernel):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """As :meth:`Kernel.attend`; also with dense masks."""
-        assert mask.dropout is None
+        assert mask.dropout is None and mask.bias is None
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
         flash = self.name in ("cudnn", "flash") and query.is_cuda and query.dtype in SIXTEEN_BIT
@@ -115,9 +115,10 @@ class TorchAttention(FlashKernel):
         bounds = mask.bounds
         assert bounds is not None
         length, batch = query.shape[:2]
-        lengths = [end - start for start, end in zip(bounds, bounds[1:])]
+        of_queries, of_keys = ([end - start for start, end in zip(each, each[1:])] for each in bounds)
         alone = Mask(mask.visibility)
-        flat = (x.transpose(0, 1).flatten(0, 1).split(lengths) for x in (query, key, value))
+        lengths = of_queries, of_keys, of_keys
+        flat = (x.transpose(0, 1).flatten(0, 1).split(own) for x, own in zip((query, key, value), lengths))
         parts = [
             self._rows(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), alone).squeeze(1)
             for q, k, v in zip(*flat) if len(q)

@@ -55,9 +55,11 @@ class UnfusedAttention:
         if self.soft_cap is not None:
             cap = self.soft_cap / self.layer_scale
             scores = torch.tanh(scores / cap) * cap
+        if mask.bias is not None:
+            scores = scores + mask.bias / self.layer_scale
         masks = [hidden_pairs(tile, query.device), mask.hidden]
         if mask.documents is not None and mask.documents.cu_seqlens_q is not None:
-            masks.append(document_mask(mask.documents.cu_seqlens_q, batch, num_queries))
+            masks.append(document_mask(mask.documents, batch, num_queries, num_keys))
         for hidden in masks:
             if hidden is not None:
                 scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)

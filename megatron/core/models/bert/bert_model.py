@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.bert.heads import BertLMHead, Pooler
@@ -130,7 +130,7 @@ class BertModel(LanguageModule):
         """
         batch, length = input_ids.shape
         if attention_mask is not None:
-            packed_seq_params = documents_of_mask(attention_mask)
+            packed_seq_params = PackedSeqParams.of_lengths(lengths_of_mask(attention_mask), attention_mask.shape[1])
         if packed_seq_params is not None:
             packed_seq_params.check(batch, length * self.groups.cp.size)
         dropout = self.dropout_coordinates(batch, length, sample_index, input_ids.device)
@@ -154,15 +154,3 @@ class BertModel(LanguageModule):
         if self.pooler is not None and self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden_states))[0]
         return self.outputs(self.lm_head(hidden_states), lm_labels), binary_logits
-
-
-def documents_of_mask(mask: Tensor) -> PackedSeqParams:
-    """Rows of tokens and padding behind them, of a mask [b, s] that is 1 for tokens, as documents.
-
-    Raises:
-        ValueError: padding before a token.
-    """
-    mask = mask.long()
-    if not mask.is_cuda and bool((mask.diff(dim=1) > 0).any()):
-        raise ValueError("attention_mask: padding stands behind all tokens of a row, here it is before some")
-    return PackedSeqParams.of_lengths(mask.sum(1), mask.shape[1])

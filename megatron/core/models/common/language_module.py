@@ -170,15 +170,20 @@ class LanguageModule(MegatronModule):
     def dropout_coordinates(
         self, batch: int, length: int, sample_index: Tensor | None, device: torch.device
     ) -> DropoutCoordinates | None:
-        """Without sample indices successive calls count on: masks differ between calls, but are not tied to the
-        data."""
+        """None: nothing is dropped, as in evaluation."""
         if not self.training:
             return None
+        sample_index = self.samples(batch, sample_index, device)
+        local = self.local_positions(length, device).chunk(self._stream_split.size)[self._stream_split.rank]
+        return DropoutCoordinates(self.dropout_stream, sample_index, local)
+
+    def samples(self, batch: int, sample_index: Tensor | None, device: torch.device) -> Tensor:
+        """``sample_index``; without, successive calls count on: masks differ between calls, but are not tied to the
+        data."""
         if sample_index is None:
             sample_index = torch.arange(batch, device=device) + self._forward_calls * batch
             self._forward_calls += 1
-        local = self.local_positions(length, device).chunk(self._stream_split.size)[self._stream_split.rank]
-        return DropoutCoordinates(self.dropout_stream, sample_index, local)
+        return sample_index
 
 
 def construction_device(config: TransformerConfig) -> torch.device:

@@ -11,7 +11,7 @@ from torch import nn
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.pipeline_parallel.actions import Schedule
-from megatron.core.pipeline_parallel.p2p import Messages, TensorShape
+from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
@@ -61,7 +61,7 @@ def run(schedule: Schedule, chunks, outputs=None):
         return output, lambda out: (out.sum(), torch.tensor(out.numel()), {"loss": out.sum()})
 
     work = Work(forward_step, chunks, iterators_of_chunks(iter(batches()), len(chunks)))
-    shape = TensorShape((2, WIDTH), torch.float64, torch.device("cpu"))
+    shape = MessageShape(((2, WIDTH),), torch.float64, torch.device("cpu"))
     return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, shape)).run()
 
 

@@ -11,6 +11,7 @@ from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.kernels.torch_sdpa import TorchAttention
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import document_mask, hidden_pairs
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.tiles import Visibility, whole_tile
 from megatron.core.attention.window import layer_window
 from megatron.core.config.errors import UserError
@@ -52,9 +53,17 @@ def test_masks_hide_what_the_definition_hides(queries, keys, causal, window):
 
 
 def test_documents_see_only_themselves():
-    mask = document_mask(torch.tensor([0, 2, 4, 5, 8], dtype=torch.int32), 2, 4)
+    documents = PackedSeqParams(cu_seqlens_q=torch.tensor([0, 2, 4, 5, 8], dtype=torch.int32))
+    mask = document_mask(documents, 2, 4, 4)
     assert (~mask[0, 0]).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
     assert (~mask[1, 0]).int().tolist() == [[1, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]]
+
+
+def test_queries_of_another_sequence_see_the_real_keys_of_their_row():
+    documents = PackedSeqParams.of_keys(torch.tensor([3, 2]), 2, 3)
+    assert documents.all_bounds() == ((0, 2, 2, 4, 4), (0, 3, 3, 5, 6))
+    mask = document_mask(documents, 2, 2, 3)
+    assert (~mask[:, 0]).int().tolist() == [[[1, 1, 1], [1, 1, 1]], [[1, 1, 0], [1, 1, 0]]]
 
 
 @pytest.mark.parametrize(

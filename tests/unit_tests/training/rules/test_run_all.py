@@ -247,7 +247,7 @@ def test_layers_of_your_own_that_are_not_there_are_refused():
     [
         "--fp8-format hybrid", "--transformer-impl inference_optimized",
         "--ckpt-convert-format torch", "--optimizer muon",
-        "--position-embedding-type relative", "--tokenizer-type SFTTokenizer",
+        "--position-embedding-type mrope", "--tokenizer-type SFTTokenizer",
         "--optimizer-cpu-offload",
         "--rerun-mode report_stats",
     ],

@@ -1,0 +1,119 @@
+"""Describes the T5 that ``t5/`` builds. Torch-free.
+
+Bytes per token, as ``core/description/model.py`` has them, are per token of the encoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron.core.attention.description import describe_attention, describe_cross_attention
+from megatron.core.description.model import (
+    Config,
+    LayerPlace,
+    ModelDescription,
+    Param,
+    Piece,
+    norm,
+    residual_branch,
+)
+from megatron.core.models.common.description import (
+    SETTINGS,
+    Vocabulary,
+    describe_embedding,
+    describe_head,
+    layer_descriptions,
+    word_tables,
+)
+from megatron.core.transformer.mlp_description import describe_mlp
+
+OWN_SETTINGS = ("decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance")
+ENCODER_LAYER = ("attention", "feed-forward")
+DECODER_LAYER = ("attention", "cross-attention", "feed-forward")
+
+
+@dataclass(frozen=True)
+class EncoderDecoder:
+    """Sizes of the two stacks, beside those of the configuration, whose ``num_layers`` are the encoder's."""
+
+    encoder_length: int
+    decoder_length: int
+    decoder_layers: int
+    num_buckets: int = 32
+    """Of relative positions."""
+
+    @property
+    def share(self) -> float:
+        """Tokens of the decoder per token of the encoder."""
+        return self.decoder_length / self.encoder_length
+
+
+def describe_t5(
+    config: Config,
+    vocabulary: Vocabulary,
+    sizes: EncoderDecoder,
+    *,
+    max_sequence_length: int,
+    position_embedding_type: str = "learned_absolute",
+    specs: tuple[Any, Any] = (None, None),
+) -> ModelDescription:
+    """The model that :class:`T5Model` builds from the same arguments, on samples all tokens of which are taken for
+    text. A vocabulary of 0: not known. ``specs``: of encoder and decoder, as of :func:`describe_gpt`."""
+    word, output = word_tables(config, vocabulary)
+    positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
+    embedding = describe_embedding(config, word, positions, (*SETTINGS, *OWN_SETTINGS))
+    tables: list[Param] = []
+    if position_embedding_type == "relative":
+        shape = sizes.num_buckets, config.num_attention_heads
+        names = (f"{stack}_relative_pos_emb.relative_attention_bias.weight" for stack in ("encoder", "decoder"))
+        tables = [Param(name, shape, {"tp": 1}) for name in names]
+    look_ups = (*embedding.ops, *embedding.per_token_of(sizes.share).ops)
+    embedding = replace(embedding, params=(*embedding.params, *tables), ops=look_ups)
+    layers = tuple(_layers(config, sizes, position_embedding_type in ("rope", "yarn"), specs))
+    output = replace(output, name="lm_head.output_layer.weight")
+    return ModelDescription(embedding, layers, _head(config, output, sizes, vocabulary.shared))
+
+
+def _layers(
+    config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]
+) -> Iterator[tuple[Piece, ...]]:  # fmt: skip
+    """Those of the encoder, the last with the norm behind it, then those of the decoder, numbered on."""
+    for index, describe in enumerate(layer_descriptions(specs[0], config.num_layers, _encoder_layer)):
+        layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
+        own = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)
+        if index == config.num_layers - 1:
+            final = norm("encoder.final_layernorm", config.hidden_size, config)
+            own = (*own[:-1], replace(own[-1], params=(*own[-1].params, *final)))
+        yield own
+    for index, describe in enumerate(layer_descriptions(specs[1], sizes.decoder_layers, _decoder_layer)):
+        number, source = config.num_layers + index + 1, sizes.encoder_length
+        layer = describe(config, LayerPlace(number, sizes.decoder_length, rotary, source_length=source))
+        yield tuple(branch.under(f"decoder.layers.{index}.").per_token_of(sizes.share) for branch in layer)
+
+
+def _encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    attention, mlp = describe_attention(config, place), describe_mlp(config, place)
+    return (
+        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
+        residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
+    )
+
+
+def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    attention, mlp = _encoder_layer(config, place)
+    cross = describe_cross_attention(config, place)
+    return (
+        attention,
+        residual_branch(cross, config, name="cross_attention", norm_name="pre_cross_attn_layernorm"),
+        mlp,
+    )
+
+
+def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:
+    """Final norm, output layer, of a shared weight with a bias, loss."""
+    head = describe_head(config, output, sizes.decoder_length)
+    stored = None if output.stored is None else output.stored[:1]
+    bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)
+    return replace(head, params=(*head.params, *([bias] if shared else []))).per_token_of(sizes.share)

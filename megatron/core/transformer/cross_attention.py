@@ -1,0 +1,92 @@
+"""Attention from one sequence to another: queries of the decoder, keys and values of what the encoder put out.
+
+Rows of the projection of queries are those of one head after the other; the other projection gives, group by group, a
+key head and a value head, so that a split by groups keeps both on one rank.
+
+Legend: s sequence (local; e: of the encoder), b batch, h hidden, a query heads (local), g groups (local), d head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron.core.attention.description import describe_cross_attention
+from megatron.core.config.errors import UserError
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.enums import AttnMaskType
+from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel.layers import StackedSize
+from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
+from megatron.core.transformer.initial_values import output_weight_init, weight_init
+from megatron.core.transformer.recompute import run_of
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+
+@dataclass
+class CrossAttentionSubmodules:
+    """Slots of :class:`CrossAttention`."""
+
+    linear_q: ModuleSpec | Callable[..., Any]
+    linear_kv: ModuleSpec | Callable[..., Any]
+    core_attention: ModuleSpec | Callable[..., Any]
+    linear_proj: ModuleSpec | Callable[..., Any]
+
+
+class CrossAttention(nn.Module):
+    """[s, b, h] -> [s, b, h], with ``ctx.encoder_output`` [e, b, h].
+
+    Raises:
+        UserError: there are fewer key and value groups than tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: CrossAttentionSubmodules,
+        layer_number: int = 1,
+        *,
+        groups: ProcessGroups,
+    ) -> None:
+        super().__init__()
+        heads, kv_groups, channels = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        if kv_groups % groups.tp.size:
+            raise UserError(
+                f"num_query_groups {kv_groups}: cross-attention needs a multiple of tensor_model_parallel_size "
+                f"{groups.tp.size}"
+            )
+        self.channels, self.dtype = channels, config.params_dtype
+        shared = {"config": config, "bias": config.add_bias_linear, "groups": groups}
+        self.linear_q = build_module(
+            submodules.linear_q, config.hidden_size, heads * channels, init_method=weight_init(config), **shared
+        )
+        self.linear_kv = build_module(
+            submodules.linear_kv, config.hidden_size, StackedSize((kv_groups, 2 * channels), 0),
+            init_method=weight_init(config), **shared,
+        )  # fmt: skip
+        self.core_attention = build_module(
+            submodules.core_attention, config, layer_number, AttnMaskType.padding, attention_type="cross", groups=groups
+        )
+        self._run_core = run_of(config, "core_attn")
+        self.linear_proj = build_module(
+            submodules.linear_proj, heads * channels, config.hidden_size, init_method=output_weight_init(config),
+            **shared,
+        )  # fmt: skip
+
+    describe = staticmethod(describe_cross_attention)
+
+    @property
+    def first_linear(self) -> nn.Module:
+        """Where tokens enter."""
+        return self.linear_q
+
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Tensor:
+        assert ctx.encoder_output is not None, "a decoder's context brings encoder_output"
+        query = self.linear_q(hidden_states)[0].unflatten(-1, (-1, self.channels))
+        pairs = self.linear_kv(ctx.encoder_output.to(self.dtype))[0].unflatten(-1, (-1, 2, self.channels))
+        key, value = pairs.unbind(3)
+        mixed = self._run_core(self.core_attention, query, key, value, None, ctx.encoder_documents, ctx.dropout)
+        return self.linear_proj(mixed)[0]

@@ -1,0 +1,67 @@
+"""Rules about models of an encoder and a decoder, and about settings that only these have."""
+
+from __future__ import annotations
+
+from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.rules.common import Problems, missing, names_of, problem
+
+
+def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
+    if cfg.model_family == "t5":
+        return
+    for field in ("decoder_num_layers", "decoder_seq_length"):
+        if getattr(cfg, field) is not None:
+            yield problem(cfg, field, "counts only with pretrain_t5.py", "leave it out")
+    if cfg.position_embedding_type == "relative":
+        fix = "--position-embedding-type rope"
+        yield problem(cfg, "position_embedding_type", "counts only with pretrain_t5.py", fix)
+
+
+def encoder_layers_agree(cfg: PretrainConfig) -> Problems:
+    if cfg.num_layers is not None and cfg.encoder_num_layers != cfg.num_layers:
+        yield problem(cfg, "encoder_num_layers", f"contradicts --num-layers {cfg.num_layers}", "give one of the two")
+
+
+def the_decoder_has_a_length(cfg: PretrainConfig) -> Problems:
+    if cfg.model_family == "t5" and cfg.decoder_seq_length is None and not cfg.use_checkpoint_args:
+        yield missing("decoder_seq_length")
+
+
+REFUSED = {
+    "use_parallel_residual": "leave it out",
+    "embed_layernorm": "leave it out",
+    "window_attn_skip_freq": "leave it out",
+    "num_layers_per_virtual_pipeline_stage": "--num-virtual-stages-per-pipeline-rank",
+}
+"""What says nothing clear about two stacks, and what to give instead."""
+
+
+def t5_does_without(cfg: PretrainConfig) -> Problems:
+    if cfg.model_family != "t5":
+        return
+    for field, fix in REFUSED.items():
+        if getattr(cfg, field):
+            yield problem(cfg, field, "is not for pretrain_t5.py", fix)
+    if cfg.softmax_type == "learnable":
+        yield problem(cfg, "softmax_type", "is not for pretrain_t5.py", "choose vanilla or off-by-one")
+    groups, tp = cfg.num_query_groups, cfg.tensor_model_parallel_size
+    if groups and tp >= 1 and groups % tp:
+        reason = f"is not a multiple of --tensor-model-parallel-size {tp}, as cross-attention needs"
+        yield problem(cfg, "num_query_groups", reason)
+
+
+def relative_positions_fit(cfg: PretrainConfig) -> Problems:
+    if cfg.position_embedding_type != "relative" or cfg.model_family != "t5":
+        return
+    buckets, distance = cfg.relative_attention_num_buckets, cfg.relative_attention_max_distance
+    if buckets % 2:
+        yield problem(cfg, "relative_attention_num_buckets", "is odd: half of them are for keys behind a query")
+    if distance <= buckets // 2:
+        reason = f"must be more than half of {names_of('relative_attention_num_buckets')} {buckets}"
+        yield problem(cfg, "relative_attention_max_distance", reason, f"at least {buckets // 2 + 1}")
+    fix = "--position-embedding-type rope or learned_absolute"
+    if cfg.context_parallel_size > 1:
+        reason = "excludes --context-parallel-size > 1: a rank has no bias for pairs of others' positions"
+        yield problem(cfg, "position_embedding_type", reason, fix)
+    if cfg.softmax_type != "vanilla":
+        yield problem(cfg, "position_embedding_type", f"excludes --softmax-type {cfg.softmax_type}", fix)

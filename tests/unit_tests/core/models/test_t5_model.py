@@ -1,0 +1,183 @@
+"""T5: what the independent reference defines, stages that pass on both streams, padding, what is described and refused.
+
+(Every layout: ``tests/functional_tests/test_layouts.py``; whole runs: ``test_reference_masked.py``.)
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.models.common.description import Vocabulary
+from megatron.core.models.common.relative_positions import buckets
+from megatron.core.models.t5 import T5Model
+from megatron.core.models.t5.t5_spec import (
+    get_t5_block_specs,
+    get_t5_decoder_with_local_block_spec,
+    get_t5_encoder_with_local_block_spec,
+)
+from megatron.core.models.t5_description import EncoderDecoder, describe_t5
+from tests.reference import settings
+from tests.reference.t5 import T5, bucket, initial_weights
+
+VOCAB, LENGTH, ANSWER, DEPTHS = 61, 24, 16, (2, 3)
+SIZES = {"num_layers": DEPTHS[0], "hidden_size": 32, "num_attention_heads": 4}
+GROUPS = "--group-query-attention --num-query-groups 2"
+KINDS = {
+    "learned": ({}, "", {"share_embeddings_and_output_weights": True}),
+    "rope": ({"num_query_groups": 2}, GROUPS, {"position_embedding_type": "rope"}),
+    "relative": ({}, "", {"share_embeddings_and_output_weights": True, "position_embedding_type": "relative"}),
+    "relative-untied": ({"num_query_groups": 2}, GROUPS, {"position_embedding_type": "relative"}),
+}
+
+
+def make_config(**fields):
+    options = {"params_dtype": torch.float64, "use_cpu_initialization": True, **SIZES, **fields}
+    return TransformerConfig(**options)
+
+
+def make_model(kind="learned", **options):
+    fields, _, chosen = KINDS[kind]
+    config = make_config(**fields, **options.pop("fields", {}))
+    relative = chosen.get("position_embedding_type") == "relative"
+    specs = get_t5_block_specs(config, DEPTHS[1], relative_positions=relative)
+    return T5Model(
+        config, config, *specs, VOCAB, LENGTH, make_vocab_size_divisible_by=8, seed=1234, **chosen, **options
+    )
+
+
+def arrays():
+    generator = torch.Generator().manual_seed(3)
+    text, answer, labels = (torch.randint(1, VOCAB, (2, length), generator=generator)
+                            for length in (LENGTH, ANSWER, ANSWER))  # fmt: skip
+    return text, answer, labels, torch.tensor([LENGTH, 7])
+
+
+def reference_of(kind):
+    _, flags, chosen = KINDS[kind]
+    tied = "share_embeddings_and_output_weights" in chosen
+    position = chosen.get("position_embedding_type", "learned_absolute")
+    return settings.read(
+        f"--num-layers {DEPTHS[0]} --decoder-num-layers {DEPTHS[1]} --hidden-size 32 --num-attention-heads 4 "
+        f"--seq-length {LENGTH} --max-position-embeddings {LENGTH} --vocab-size {VOCAB} {flags} "
+        f"--position-embedding-type {position} {'' if tied else '--untie-embeddings-and-output-weights'}".split()
+    )
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_losses_and_gradients_are_the_references(kind, training):
+    model, c = make_model(kind).train(training), reference_of(kind)
+    text, answer, labels, lengths = arrays()
+    weights, named = initial_weights(c), dict(model.named_parameters())
+    assert weights.keys() == named.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(named[name][: len(weight)], weight, rtol=1e-12, atol=1e-12)
+    leaves = {name: weight.clone().requires_grad_() for name, weight in weights.items()}
+    batch = SimpleNamespace(
+        encoder=text.numpy(), decoder=answer.numpy(), labels=labels.numpy(), loss_mask=np.ones((2, ANSWER)),
+        real=(torch.arange(LENGTH) < lengths[:, None]).numpy(), samples=np.array([7, 9]),
+    )  # fmt: skip
+    expected = T5(c, leaves, batch, {}, 2, training).losses()
+    losses = model(text, answer, lm_labels=labels, encoder_lengths=lengths, sample_index=torch.tensor([7, 9]))
+    torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-9)
+    share = torch.rand(losses.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (losses * share).sum().backward()
+    (expected * share).sum().backward()
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(named[name].grad[: len(leaf)], leaf.grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("bidirectional, stack", [(True, "encoder"), (False, "decoder")])
+def test_buckets_are_the_published_ones(bidirectional, stack):
+    distance = torch.arange(-300, 300)
+    c = SimpleNamespace(relative_attention_num_buckets=32, relative_attention_max_distance=128)
+    found = buckets(distance, 32, 128, bidirectional)
+    assert torch.equal(found, bucket(c, distance, stack)) and found.max() == 31 and found.min() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_pass_on_both_streams(kind):
+    """Wherever the cuts are: encoder alone, in the middle of a layer, at the seam, decoder alone."""
+    text, answer, labels, lengths = arrays()
+    whole = make_model(kind).eval()
+    bounds = [0, 1, 4, 6, 13]
+    stages = [
+        make_model(kind, branches=range(*ends), pre_process=not ends[0], post_process=ends[1] == 13).eval()
+        for ends in zip(bounds, bounds[1:])
+    ]
+    names = [name for stage in stages for name in stage.state_dict()]
+    copies = {"lm_head.output_layer.weight"} if whole.share_embeddings_and_output_weights else set()
+    assert sorted({*names} - copies) == sorted(whole.state_dict()) and len(names) == len({*names})
+    streams = None
+    for stage in stages:
+        stage.set_input_tensor(None if streams is None else tuple(each for each in streams if each is not None))
+        streams = stage(text, answer, lm_labels=labels, encoder_lengths=lengths)
+        if stage is not stages[-1]:
+            shapes = [each.shape for each in streams if each is not None]
+            assert shapes == [torch.Size(shape) for shape in stage.message_shapes((LENGTH, ANSWER), 2)]
+    expected = whole(text, answer, lm_labels=labels, encoder_lengths=lengths)
+    torch.testing.assert_close(streams, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_token_sees_padding():
+    model = make_model().eval()
+    text, answer, labels, lengths = arrays()
+    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
+    losses = model(text, answer, mask, labels)
+    assert torch.equal(losses, model(text, answer, lm_labels=labels, encoder_lengths=lengths))
+    padded, longer = text.clone(), answer.clone()
+    padded[1, 7:], longer[:, 9:] = 5, 6
+    torch.testing.assert_close(model(padded, longer, mask, labels)[:, :9], losses[:, :9], rtol=1e-12, atol=1e-12)
+    shorter = model(text[1:, :7], answer[1:], lm_labels=labels[1:])
+    torch.testing.assert_close(shorter, losses[1:], rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="padding stands behind all tokens"):
+        model(text, answer, 1 - mask, labels)
+    with pytest.raises(ValueError, match="a row of padding alone"):
+        model(text, answer, lm_labels=labels, encoder_lengths=torch.tensor([LENGTH, 0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_specs", [False, True])
+def test_the_description_is_of_the_model_that_is_built(kind, with_specs):
+    model, chosen = make_model(kind), KINDS[kind][2]
+    specs = get_t5_block_specs(model.config, DEPTHS[1]) if with_specs else (None, None)
+    described = describe_t5(
+        model.config, Vocabulary(VOCAB, model.share_embeddings_and_output_weights, 8),
+        EncoderDecoder(LENGTH, ANSWER, DEPTHS[1]), max_sequence_length=LENGTH, specs=specs,
+        position_embedding_type=chosen.get("position_embedding_type", "learned_absolute"),
+    )  # fmt: skip
+    built = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    own = [param for param in described.params() if param.tied_to is None]
+    assert {param.name: param.local_shapes({})[0] for param in own} == built
+    assert [len(layer) for layer in described.layers] == [2, 2, 3, 3, 3]
+
+
+def test_the_formula_of_operations_equals_a_counted_trace():
+    config = make_config(hidden_dropout=0.0, attention_dropout=0.0, attention_backend="unfused")
+    model = T5Model(config, config, *get_t5_block_specs(config, DEPTHS[1]), VOCAB, LENGTH,
+                    share_embeddings_and_output_weights=True, make_vocab_size_divisible_by=8)  # fmt: skip
+    text, answer, labels, _ = arrays()
+    with FlopCounterMode(display=False) as counter:
+        model(text, answer, lm_labels=labels).sum().backward()
+    sizes = EncoderDecoder(LENGTH, ANSWER, DEPTHS[1])
+    described = describe_t5(config, Vocabulary(VOCAB, True, 8), sizes, max_sequence_length=LENGTH)
+    hidden_scores = 3 * 2 * 2 * 32 * DEPTHS[1] * ANSWER**2 / 2  # torch counts what causality hides
+    padding = 3 * 2 * ANSWER * 32 * (64 - VOCAB)
+    assert counter.get_total_flops() / 2 == described.flops_per_sample + hidden_scores + padding
+
+
+def test_a_program_builds_it_by_the_names_of_megatron_lm():
+    config = make_config()
+    encoder, decoder = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(1)
+    model = T5Model(
+        config=config, encoder_config=config, transformer_encoder_layer_spec=encoder,
+        transformer_decoder_layer_spec=decoder, vocab_size=VOCAB, max_sequence_length=LENGTH,
+    )  # fmt: skip
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
+    assert [layer.layer_number for layer in (*model.encoder.layers, *model.decoder.layers)] == [1, 2, 3]
+    text, answer, *_ = arrays()
+    assert model(text, answer).shape == (2, ANSWER, 128)

@@ -1,0 +1,63 @@
+"""What a model of two stacks cannot be, and settings that only it has."""
+
+import pytest
+
+from megatron.training.arguments import parse_args
+from megatron.training.config.resolve import resolve
+from megatron.training.rules.run_all import check
+
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data --tokenizer-type NullTokenizer --vocab-size 99 "
+)
+DECODER = "--decoder-seq-length 16 "
+RELATIVE = DECODER + "--position-embedding-type relative "
+
+
+def problems(text, world_size=1, family="t5"):
+    return [str(each) for each in check(resolve(parse_args((TINY + text).split(), model_family=family), world_size))]
+
+
+@pytest.mark.parametrize("text, world_size, flag, reason", [
+    ("", 1, "--decoder-seq-length", "is required; for example --decoder-seq-length 128"),
+    ("--decoder-seq-length 33", 1, "--max-position-embeddings 32", "smaller than --decoder-seq-length 33"),
+    ("--decoder-seq-length 18 --context-parallel-size 2", 2, "--decoder-seq-length 18", "not a multiple of 2 x"),
+    ("--decoder-seq-length 15 --sequence-parallel --tensor-model-parallel-size 2", 2, "--decoder-seq-length 15",
+     "not a multiple of --tensor-model-parallel-size 2"),
+    (DECODER + "--encoder-num-layers 3", 1, "--encoder-num-layers 3", "contradicts --num-layers 2"),
+    (DECODER + "--use-parallel-residual", 1, "--use-parallel-residual", "is not for pretrain_t5.py"),
+    (DECODER + "--window-size 4,4 --window-attn-skip-freq 2", 1, "--window-attn-skip-freq 2", "not for pretrain_t5.py"),
+    (DECODER + "--softmax-type learnable", 1, "--softmax-type learnable", "choose vanilla or off-by-one"),
+    (DECODER + "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4", 4,
+     "--num-query-groups 2", "as cross-attention needs"),
+    (RELATIVE + "--context-parallel-size 2", 2, "--position-embedding-type relative", "--context-parallel-size > 1"),
+    (RELATIVE + "--softmax-type off-by-one", 1, "--position-embedding-type relative", "excludes --softmax-type"),
+    (RELATIVE + "--relative-attention-num-buckets 7", 1, "--relative-attention-num-buckets 7", "is odd"),
+    (RELATIVE + "--relative-attention-max-distance 16", 1, "--relative-attention-max-distance 16", "at least 17"),
+    (DECODER + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tL", 2,
+     "--pipeline-model-parallel-layout", "has 3 layers for --num-layers 2 and --decoder-num-layers 2"),
+    (DECODER + "--pipeline-model-parallel-size 8", 8, "--num-layers 2", "4 layers cannot fill 8 pipeline stages"),
+])  # fmt: skip
+def test_what_two_stacks_cannot_be_is_refused(text, world_size, flag, reason):
+    (problem,) = problems(text, world_size)
+    assert flag in problem and reason in problem
+
+
+@pytest.mark.parametrize("text, world_size", [
+    (DECODER, 1),
+    (DECODER + "--decoder-num-layers 5 --pipeline-model-parallel-size 4", 4),
+    (RELATIVE + "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4),
+    (DECODER + "--context-parallel-size 2 --pipeline-model-parallel-layout Etta|aftL --pipeline-model-parallel-size 2",
+     4),
+])  # fmt: skip
+def test_what_they_can_be_passes(text, world_size):
+    assert not problems(text, world_size)
+
+
+@pytest.mark.parametrize("text", [
+    "--decoder-num-layers 3", "--decoder-seq-length 16", "--position-embedding-type relative",
+])  # fmt: skip
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+def test_settings_of_two_stacks_are_refused_elsewhere(text, family):
+    (problem,) = problems(text, family=family)
+    assert problem.startswith(text.split()[0]) and "counts only with pretrain_t5.py" in problem
