@@ -1,5 +1,5 @@
-"""``pretrain_bert.py`` against the independent definition of BERT (``tests/reference``), as ``test_reference.py`` does
-it for GPT; and hand-made cases of that definition's samples."""
+"""``pretrain_bert.py`` and ``pretrain_t5.py`` against the independent definition of BERT and T5 (``tests/reference``),
+as ``test_reference.py`` does it for GPT; and hand-made cases of that definition's samples."""
 
 from itertools import islice
 
@@ -10,7 +10,6 @@ from tests.reference.masked_samples import Masking, bert_samples, masked, mersen
 from tests.test_utils import masked_runs
 from tests.test_utils.masked_table import ROWS
 
-PROGRAMS = ("bert",)
 VOCABULARY = masked_runs.VOCABULARIES["t5"]
 
 
@@ -21,7 +20,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("kind, name", [(kind, name) for kind in PROGRAMS for name in ROWS[kind]])
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind, rows in ROWS.items() for name in rows])
 def test_the_program_is_the_reference(gloo_pool, folder, tmp_path, kind, name):
     differences = masked_runs.differences(gloo_pool, kind, ROWS[kind][name], folder, tmp_path)
     assert not differences, "\n".join(differences[:8])
