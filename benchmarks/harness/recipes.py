@@ -55,6 +55,8 @@ CHOICES = (
     Choice("deepseek_v3/deepseek_v3_671b", "80 GB", "NNODES=32 EP=16"),
     Choice("bert/bert_340m_distributed", "80 GB"),
     Choice("bert/bert_340m_distributed", "80 GB", "GPUS_PER_NODE=1"),
+    Choice("t5/t5_220m_distributed", "80 GB"),
+    Choice("t5/t5_220m_distributed", "80 GB", "GPUS_PER_NODE=1"),
 )
 
 

@@ -105,7 +105,7 @@ def environment_of(python, programs):
 @pytest.fixture
 def workplace(environment, tmp_path):
     """A copy of the repository as a command sees it, with text and a tokenizer of the names that the pages use."""
-    for name in ("pretrain_gpt.py", "pretrain_bert.py", "tools", "examples", "megatron"):
+    for name in ("pretrain_gpt.py", "pretrain_bert.py", "pretrain_t5.py", "tools", "examples", "megatron"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "parts").mkdir()
     words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "it"]

@@ -19,6 +19,7 @@ PARAMETERS = {
     "train_mixtral_8x7b_distributed": 46_702_792_704,
     "train_qwen3_30b_a3b": 30_532_122_624,
     "train_bert_340m_distributed": 336_226_108,
+    "train_t5_220m_distributed": 221_246_888,
     "train_deepseek_v3_671b": 682_636_472_320,  # 671,026,404,352 and the layer of multi-token prediction
 }
 SMALL = {
@@ -27,7 +28,8 @@ SMALL = {
     "--eval-iters": "0", "--num-workers": "0",
 }  # fmt: skip
 SMALLER = {
-    "--ffn-hidden-size": "64", "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
+    "--ffn-hidden-size": "64", "--decoder-num-layers": "1", "--decoder-seq-length": "32",
+    "--num-query-groups": "2", "--train-samples": "8", "--train-iters": "2",
     "--lr-decay-samples": "8", "--lr-warmup-samples": "4", "--lr-warmup-iters": "1",
     "--kv-channels": "16", "--num-experts": "16", "--moe-ffn-hidden-size": "32",
     "--moe-shared-expert-intermediate-size": "32", "--moe-layer-freq": "1", "--q-lora-rank": "24",
