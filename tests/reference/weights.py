@@ -84,7 +84,7 @@ class Maker:
     def norm(self, name: str, width: int) -> None:
         value = 0.0 if self.c.apply_layernorm_1p else 1.0
         self.weights[f"{name}.weight"] = torch.full((width,), value, dtype=torch.float64)
-        if self.c.normalization == "LayerNorm":
+        if self.c.normalization == "LayerNorm" and not self.c.disable_norm_bias:
             self.weights[f"{name}.bias"] = torch.zeros(width, dtype=torch.float64)
 
     def layer(self, at: str, experts: bool) -> None:

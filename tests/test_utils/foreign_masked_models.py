@@ -161,7 +161,7 @@ FAMILIES = {
         "ModernBertForMaskedLM", modern_bert(), MODERN,
         f"--ffn-hidden-size {FILTER} --norm-epsilon 1e-3 --disable-bias-linear --position-embedding-type rope"
         " --rotary-base 160000 --rotary-base-local 100 --window-size 5,5 --window-attn-skip-freq [0,1] --geglu"
-        " --bert-no-binary-head --embed-layernorm --exact-gelu",
+        " --bert-no-binary-head --embed-layernorm --exact-gelu --disable-norm-bias",
     ),
     "t5": Family("T5ForConditionalGeneration", t5(False, 3, scale=HIDDEN**-0.5), T5_SIZES, f"{T5_FLAGS} --relu",
                  length=ANSWER),

@@ -13,7 +13,7 @@ LLAMA = [
 """The flags of the model that :func:`tiny_llama` writes."""
 
 
-def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.float32):
+def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.float32, model_family: str = "gpt"):
     """Random weights of the model that flags describe, and its settings."""
     from megatron.core.export.interchange import Interchange
     from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -21,14 +21,14 @@ def random_model(argv: list[str], vocab_size: int, dtype: torch.dtype = torch.fl
     from megatron.training.checkpoint.other_formats import MODEL, expected_tensors
 
     rest = ["--micro-batch-size", "1", "--skip-train", "--eval-iters", "0", "--seq-length", "32"]
-    cfg = validate_args(parse_args([*rest, *argv], needs_data=False), 1)
+    cfg = validate_args(parse_args([*rest, *argv], needs_data=False, model_family=model_family), 1)
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: LazyTensor.of((torch.randn(shape, generator=generator) * 0.1 + ("norm" in name)).to(dtype))
         for name, shape in expected_tensors(cfg, vocab_size).items()
     }
     settings = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
-    return Interchange(settings | {"vocab_size": vocab_size}, tensors)
+    return Interchange(settings | {"vocab_size": vocab_size, "model_family": model_family}, tensors)
 
 
 def tiny_llama(folder: Path, vocab_size: int = 64, dtype: torch.dtype = torch.float32) -> Path:

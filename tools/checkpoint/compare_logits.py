@@ -15,7 +15,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.training.checkpoint.other_formats import WORDS
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.tasks.gpt import GPTTask
+from megatron.training.tasks.language_model import task_class
 from tools.checkpoint import formats
 from tools.checkpoint.formats import say
 
@@ -23,6 +23,8 @@ LARGEST = 1_000_000_000
 """Parameters up to which both models are built without being asked: 8 GB in fp32."""
 TOLERANCE = 1e-4
 LENGTH = 32
+AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}
+"""What builds their model of each of our families."""
 
 
 def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
@@ -35,14 +37,15 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
         say(f"logits not compared: {count:,} parameters; --check-logits does it, in {8 * count / 1e9:.0f} GB of memory")
         return 0
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     rows = ours.tensors[WORDS].shape[0]
     tokens = torch.randint(rows, (2, min(LENGTH, cfg.seq_length or LENGTH)), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        kind = getattr(transformers, AUTO_MODELS[cfg.model_family])
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         expected = theirs.eval()(tokens).logits.float()
         del theirs
         found = our_logits(ours, cfg, tokens)
@@ -58,11 +61,14 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
     """fp32 [b, s, vocabulary] of this project's model with ``weights``."""
     rows = weights.tensors[WORDS].shape[0]
     plain = dataclasses.replace(cfg, bf16=False, fp16=False, attention_dropout=0.0, hidden_dropout=0.0)
-    model = GPTTask(plain, SimpleNamespace(vocab_size=rows)).model_provider().eval()
+    model = task_class(cfg.model_family)(plain, SimpleNamespace(vocab_size=rows)).model_provider().eval()
     model.float()
     reader = InterchangeReader(weights, "")
     for tensor in module_tensors(model, prefix="model.", groups=SINGLE_PROCESS).values():
         reader.read_into(tensor)
+    if cfg.model_family == "bert":
+        types = torch.zeros_like(tokens) if cfg.bert_binary_head else None
+        return model(tokens, None, types)[0].float()[..., :rows]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     return model(tokens, positions).float()[..., :rows]
 

@@ -6,7 +6,7 @@
 Loaders: hf, megatron_torch, megatron_torch_dist, native, safetensors; savers: the same without megatron_torch. Tensors
 pass through memory one at a time. The target appears, complete, under its name with one rename; a conversion that
 was interrupted goes on when the command is repeated. All names and shapes are checked before anything is copied. What a
-format does not know (safetensors: everything, unless there is a settings.json) is given as flags of pretrain_gpt.py.
+format does not know (safetensors: everything, unless there is a settings.json) is given as flags of training.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def parser() -> argparse.ArgumentParser:
                       help=f"format of what is written: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
     made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to make")
-    made.add_argument("--model-type", default="GPT", choices=("GPT",), help="kind of model")
+    made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT"),
+                      help="kind of model of a folder that does not say it")  # fmt: skip
     made.add_argument("--dtype", choices=DTYPES, help="convert weights to this kind of number; default: as they are")
     made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="bound on a file's size")
     made.add_argument("--keep-vocab-padding", action="store_true",
@@ -87,6 +88,7 @@ def main(argv: Sequence[str]) -> int:
     loader, source = formats.open_checkpoint(
         args.load_dir, args.loader, args.ckpt_step, padded_vocabulary=args.keep_vocab_padding
     )
+    source.settings.setdefault("model_family", args.model_type.lower())
     cfg = completed(source, flags, loader, args.load_dir)
     trained = "optimizer" in source.objects or source.objects.get("iteration")
     if args.no_optimizer or not trained or saver == "hf":
@@ -125,7 +127,9 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     if loader == "native" or source.settings.get("vocab_size") is None:  # a tokenizer may know better than the flag
         source.settings["vocab_size"] = rows
     given = {"micro_batch_size": 1, "skip_train": True, "eval_iters": 0}
-    cfg = with_settings(parse_args(flags, args_defaults=given, needs_data=False), source.settings, where)
+    family = source.settings.get("model_family", "gpt")
+    cfg = parse_args(flags, args_defaults=given, needs_data=False, model_family=family)
+    cfg = with_settings(cfg, source.settings, where)
     longest = cfg.max_position_embeddings or cfg.seq_length
     cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
     if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
@@ -134,7 +138,7 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     cfg = validate_args(cfg, 1, announce=False)
     check_tensors(tensors, expected_tensors(cfg, cfg.vocab_size or rows), where)
     model = {name: value for name, value in config_to_dict(cfg).items() if name in MODEL}
-    source.settings = {**source.settings, **model}
+    source.settings = {**source.settings, **model, "model_family": family}
     return cfg
 
 

@@ -42,6 +42,9 @@ class NetworkSizeConfig:
     apply_layernorm_1p: bool = False
     """Store norm weights minus one: small weights keep more digits in 16-bit types. Norms are never decayed."""
 
+    norm_bias: bool = flag("--disable-norm-bias", default=True)
+    """No biases in LayerNorm (ModernBERT). RMSNorm has none."""
+
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """Norms of a residual branch. pre: before its mixer; post: behind it, before the residual addition (OLMo 2);
     sandwich: both (Gemma 2)."""

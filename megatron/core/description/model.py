@@ -284,12 +284,12 @@ def gemm(weight: Param, config: Config, tokens: int, *, gradients: float = 0.0, 
 
 def norm(name: str, size: int, config: Config) -> list[Param]:
     """Weight and, of LayerNorm, bias."""
-    kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+    kinds = ("weight", "bias") if config.normalization == "LayerNorm" and config.norm_bias else ("weight",)
     return [Param(f"{name}.{kind}", (size,), ndim=1) for kind in kinds]
 
 
 RESIDUAL_SETTINGS = (
-    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_placement",
+    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_bias", "norm_placement",
     "apply_residual_connection_post_layernorm", "embed_layernorm",
 )  # fmt: skip
 """Settings that every branch and the final norm depend on."""

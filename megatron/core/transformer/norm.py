@@ -67,6 +67,8 @@ class LayerNorm(StreamNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float, groups: ProcessGroups, partial: tuple[str, ...]
     ) -> None:
         super().__init__(config, hidden_size, eps, groups, partial)
+        if not config.norm_bias:
+            return
         self.bias = parameter((hidden_size,), init=Zeros(), partial=partial, groups=groups, dtype=config.params_dtype)
 
 

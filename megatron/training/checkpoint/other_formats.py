@@ -34,7 +34,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
 from megatron.training.arguments import flag_specs
-from megatron.training.checkpoint.settings import ARCHITECTURE, LAYOUT, SIZES
+from megatron.training.checkpoint.settings import ARCHITECTURE, LAYOUT, SIZES, refuse_other_family
 from megatron.training.config.network import ModelConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.model_description import describe_run
@@ -54,7 +54,7 @@ MODEL = {"seq_length", *(field.name for group in GROUPS for field in dataclasses
     *LAYOUT, *COMPUTATION,
 }  # fmt: skip
 """Settings of a model, without those of how and where it is computed."""
-FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "max_position_embeddings"}
+FIXED = {*ARCHITECTURE, *SIZES, "vocab_size", "bert_binary_head"} - {"seq_length", "max_position_embeddings"}
 """Settings in which a command line may not contradict weights."""
 WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"
@@ -64,8 +64,9 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
     """``cfg`` (parsed, not yet resolved) with the model's ``settings`` wherever the command line says nothing.
 
     Raises:
-        CheckpointError: the command line contradicts them; both values are named.
+        CheckpointError: the command line contradicts them; both values are named. Or another program trains them.
     """
+    refuse_other_family(settings, cfg.model_family, where)
     flags = {spec.field: spec.names[0] for spec in flag_specs()}
     plain = json.loads(json.dumps({name: settings[name] for name in MODEL & flags.keys() & settings.keys()}))
     values, problems = cli.read_mapping(flag_specs(), plain)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
 from megatron.training.checkpoint.schema import is_number
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
+from megatron.training.model_description import PROGRAMS
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,16 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     return args
 
 
+def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
+    """Raise ``CheckpointError`` for the settings of a model that another program trains; those that do not say which
+    are GPT's."""
+    family = stored.get("model_family", "gpt")
+    if family != model_family:
+        programs = [program for program, trained in PROGRAMS.items() if trained == family]
+        known = f" (trained by {' and '.join(programs)})" if programs else ""
+        raise CheckpointError(f"{where} holds a model of the family {family!r}{known}, this run trains {model_family!r}")
+
+
 def _fits(spec: FlagSpec, value: Any) -> bool:
     """Whether a stored setting is of the flag's type; it gets to the rules unparsed."""
     if value is None:
@@ -126,6 +137,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     if found is not None and same_folder(os.path.dirname(found.directory), fast_folder(cfg)):
         folder = found.directory
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
+    refuse_other_family(stored, cfg.model_family, folder)
     known = {field.name for field in dataclasses.fields(cfg)}
     if cfg.moe_use_upcycling and stored.get("num_moe_experts") is None:  # those of experts are this command line's
         known = {name for name in known if "moe_" not in name}
@@ -164,6 +176,7 @@ def check_args(
         The differences that change which samples come next, or what is computed from them, one line each.
     """
     stored, current = _with_own_flags(objects["args"]), _with_own_flags(current)
+    refuse_other_family(stored, current.get("model_family", "gpt"), where)
     differing = {name for name in stored.keys() & current.keys() - UNREPORTED if stored[name] != current[name]}
     refused = [name for name in architecture if name in differing and (name in SIZES or not weights_only)]
     if refused:

@@ -76,6 +76,16 @@ def cudnn_takes_the_sequence(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "attention_backend", reason, "--attention-backend auto")
 
 
+def norms_without_biases_are_built_in(cfg: PretrainConfig) -> Problems:
+    """Those of the packages take a bias for what makes a LayerNorm."""
+    if cfg.norm_bias or cfg.normalization != "LayerNorm":
+        return
+    if cfg.transformer_impl == ENGINE:
+        yield problem(cfg, "norm_bias", f"is not for the norms of {_impl(cfg)}", f"leave it out, or {_LOCAL}")
+    if "norm" in cfg.apex_parts:
+        yield problem(cfg, "norm_bias", "is not for the norms of --apex-parts norm", "leave one of the two out")
+
+
 def apex_parts_have_their_place(cfg: PretrainConfig) -> Problems:
     """A dry run asks about flags, not about the machine it runs on."""
     parts = list(dict.fromkeys(cfg.apex_parts))

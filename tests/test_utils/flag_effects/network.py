@@ -96,6 +96,7 @@ ROWS = [
     row("--geglu", gives(shape(FC1 + ".weight"), (2, 128, 32))),
     row("--exact-gelu", changes("gradients"), base="--geglu --init-method-std 0.5"),
     row("--relu", changes("losses", "gradients"), keeps("initial")),
+    row("--disable-norm-bias", gives(shape("decoder.final_layernorm.bias"), None), gives(shape(PRE_NORM), (32,))),
     row("--norm-placement sandwich", gives(shape(POST_NORM), (32,)), gives(shape(PRE_NORM), (32,))),
     row("--norm-placement post", gives(shape(POST_NORM), (32,)), gives(shape(PRE_NORM), None)),
     row("--use-parallel-residual", changes("gradients"), keeps("initial")),

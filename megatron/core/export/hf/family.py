@@ -1,13 +1,13 @@
 """A family of models as one table: settings and weights, from which reading and writing derive. Torch-free.
 
 What tensors a model of ours has, and their shapes, is not said here: its description tells
-(``megatron/core/models/gpt_description.py``). So a table is complete, or the first model shows what it lacks.
+(``megatron/core/models/*_description.py``). So a table is complete, or the first model shows what it lacks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -22,6 +22,8 @@ from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.layouts import Layout
 from megatron.core.export.hf.settings import Ignored, Rule, Same, refuse
+from megatron.core.models.bert_description import describe_bert
+from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt_description import describe_gpt
 
 GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
@@ -29,7 +31,7 @@ ELSEWHERE: dict[str, Any] = {
     "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
     "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": False,
-    "group_query_attention": False,
+    "group_query_attention": False, "model_family": "gpt", "bert_binary_head": True,
 }  # fmt: skip
 """Settings of the training program that say what a model is, with their defaults there."""
 WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
@@ -38,7 +40,8 @@ WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
 PASSIVE = {
     "model_type", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
     "initializer_range", "use_cache", "pretraining_tp", "bos_token_id", "eos_token_id", "pad_token_id",
-    "sep_token_id", "unk_token_id", "decoder_start_token_id", "return_dict", "id2label", "label2id", "num_labels",
+    "sep_token_id", "cls_token_id", "unk_token_id", "decoder_start_token_id", "return_dict", "id2label", "label2id",
+    "num_labels",
     "keys_to_ignore_at_inference", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty",
     "max_length", "min_length", "num_beams", "num_beam_groups", "num_return_sequences", "diversity_penalty",
     "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "do_sample", "task_specific_params", "_commit_hash",
@@ -55,7 +58,8 @@ class Family:
     architecture: str
     config: tuple[Rule, ...]
     weights: Mapping[str, Layout | str]
-    """Our name, without ``.weight`` or ``.bias``, and with ``*`` for the layer -> where it lies there."""
+    """Our name, without ``.weight`` or ``.bias``, and with ``*`` for the layer or for one layer alone -> where it lies
+    there. ``{before}`` is the number of the layer before; behind all layers, of the last one."""
     unused: tuple[str, ...] = ()
     """Patterns of tensors that are left out: masks, tables of angles; ``{num_layers}`` is the number of layers."""
     base: str = "model."
@@ -64,6 +68,14 @@ class Family:
     """Tensors of every layer of multi-token prediction (``*``) that are the same as another one."""
     counts_if_held: Mapping[str, str] = field(default_factory=dict)
     """Keys of config.json that count only where the files hold this tensor."""
+    model_family: str = "gpt"
+    """Which program trains it (``model_description.py``)."""
+    also_read: tuple[str, ...] = ()
+    """Other architectures whose folders hold the same weights."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Ends of names that older files have -> the ends of today."""
+    optional: tuple[str, ...] = ()
+    """Modules that a folder may lack: they begin at random values."""
 
     @property
     def passive(self) -> set[str]:
@@ -90,7 +102,7 @@ class Family:
                 raise refuse(
                     name, value, f"which {self.model_type} has no place for; remove it if the model is the same without"
                 )
-        return settings
+        return {**settings, "model_family": self.model_family}
 
     def save_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """The ``config.json`` of completed settings (:func:`complete`).
@@ -98,6 +110,8 @@ class Family:
         Raises:
             UserError: a setting that the family does not have.
         """
+        if settings["model_family"] != self.model_family:
+            raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
         config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for rule in self.config:
             for name, value in rule.save(settings).items():
@@ -124,20 +138,26 @@ class Family:
     def layouts(self, settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...], Layout]]:
         """Every tensor of a model: our name, our shape, and where it lies, names of their layer filled in."""
         for name, shape in described(settings)[0].items():
-            found = re.fullmatch(r"(decoder|mtp)\.layers\.(\d+)\.(.*)", name)
-            layer, pattern = "", name
+            found = re.fullmatch(r"(encoder|decoder|mtp)\.layers\.(\d+)\.(.*)", name)
+            layer, patterns = "", [name]
             if found:
                 layer = str(int(found[2]) + (settings["num_layers"] if found[1] == "mtp" else 0))
                 rest = found[3].removeprefix("mtp_model_layer.")
-                pattern = f"{found[1] if rest == found[3] else 'decoder'}.layers.*.{rest}"
-            stem, _, suffix = pattern.rpartition(".")
-            layout, end = self.weights.get(pattern), ""
-            if layout is None:
-                layout, end = self.weights.get(stem), f".{suffix}"
-            if layout is None:
+                patterns.append(f"{found[1] if rest == found[3] else 'decoder'}.layers.*.{rest}")
+            keys = [(key, end) for each in patterns for key, end in ((each, ""), _stem(each))]
+            key, end = next(((key, end) for key, end in keys if key in self.weights), ("", ""))
+            if not key:
                 raise UserError(f"{self.model_type} has no tensor for {name}")
+            layout = self.weights[key]
             layout = Layout(layout) if isinstance(layout, str) else layout
-            yield name, shape, layout.renamed([f"{each.replace('*', layer, 1)}{end}" for each in layout.names])
+            before = str(int(layer or settings["num_layers"]) - 1)
+            names = [each.replace("{before}", before).replace("*", layer, 1) for each in layout.names]
+            yield name, shape, layout.renamed([f"{each}{end}" for each in names])
+
+
+def _stem(name: str) -> tuple[str, str]:
+    stem, dot, suffix = name.rpartition(".")
+    return stem, dot + suffix
 
 
 @cache
@@ -177,12 +197,7 @@ def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 
 def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Names and global shapes of a model's tensors, and the settings that say what they mean."""
-    model = describe_gpt(
-        transformer_config(settings), vocab_size=settings["vocab_size"], seq_length=1,
-        max_sequence_length=settings["max_position_embeddings"],
-        position_embedding_type=settings["position_embedding_type"],
-        share_embeddings_and_output_weights=not settings["untie_embeddings_and_output_weights"],
-    )  # fmt: skip
+    model = DESCRIBED[settings["model_family"]](settings)
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in model.pieces:
         for param in piece.params:
@@ -191,6 +206,31 @@ def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], 
             if param.name.endswith("router.weight") and settings["moe_router_enable_expert_bias"]:
                 shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
     return shapes, model.settings
+
+
+def _gpt(settings: Mapping[str, Any]) -> Any:
+    return describe_gpt(
+        transformer_config(settings), vocab_size=settings["vocab_size"], **_lengths(settings),
+        share_embeddings_and_output_weights=not settings["untie_embeddings_and_output_weights"],
+    )  # fmt: skip
+
+
+def _bert(settings: Mapping[str, Any]) -> Any:
+    has_head = settings["bert_binary_head"]
+    vocabulary = Vocabulary(settings["vocab_size"], not settings["untie_embeddings_and_output_weights"])
+    return describe_bert(
+        transformer_config(settings), vocabulary, **_lengths(settings), num_tokentypes=2 if has_head else 0,
+        add_binary_head=has_head,
+    )  # fmt: skip
+
+
+def _lengths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"seq_length": 1, "max_sequence_length": settings["max_position_embeddings"],
+            "position_embedding_type": settings["position_embedding_type"]}  # fmt: skip
+
+
+DESCRIBED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {"gpt": _gpt, "bert": _bert}
+"""By ``model_family``."""
 
 
 def counters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

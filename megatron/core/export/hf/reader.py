@@ -25,19 +25,23 @@ TOKENIZER = (
     "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "tekken.json",
 )  # fmt: skip
 """Files that go along, where they are."""
+_FIRST_STD = 0.02
+"""Of modules that a folder lacks."""
 
 
 def load(folder: Path) -> Interchange:
     """See :func:`megatron.core.export.hf.load_hf`."""
     family, settings = load_settings(folder)
     plan = placements(family, complete(settings))
-    found = _with_base(_open_weights(folder), family)
+    found = _with_base(_with_names_of_today(_open_weights(folder), family), family)
+    begun = _begin_optional(found, expected(plan), family)
     left_out = _check(found, expected(plan), family, settings, folder)
     if len(kinds := {tensor.dtype for tensor in found.values() if not tensor.dtype.is_floating_point}):
         raise UserError(f"{folder}: holds weights of {kinds}: quantized models cannot be converted")
     assets = {f"tokenizer/{name}": folder / name for name in TOKENIZER if (folder / name).is_file()}
     assets |= {f"hf/{name}": folder / name for name in (CONFIG, GENERATION) if (folder / name).is_file()}
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
+    notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
     return Interchange(settings, to_ours(plan, found), assets=assets, notes=notes)
 
 
@@ -87,6 +91,35 @@ def _open_bin(path: Path) -> dict[str, LazyTensor]:
     return {str(name): LazyTensor.of(value.detach()) for name, value in state.items()}
 
 
+def _with_names_of_today(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
+    """Names that older files have, as today's; of a tensor under both names the old one stays."""
+    renamed = {}
+    for name, tensor in found.items():
+        new = _name_of_today(name, family)
+        renamed[name if new in found else new] = tensor
+    return renamed
+
+
+def _name_of_today(name: str, family: Family) -> str:
+    for old, new in family.aliases.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _begin_optional(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], family: Family) -> list[str]:
+    """Give modules that a folder lacks their first values; their tensors' names."""
+    missing = [name for name in wanted if name not in found and name.rpartition(".")[0] in family.optional]
+    if any(name in found for name in wanted if name.rpartition(".")[0] in family.optional):
+        return []  # a folder that lacks a part of them is damaged
+    kind = next(iter(found.values())).dtype if found else torch.float32
+    generator = torch.Generator().manual_seed(0)
+    for name in missing:
+        spread = _FIRST_STD if len(wanted[name]) > 1 else 0.0
+        found[name] = LazyTensor.of((torch.randn(wanted[name], generator=generator) * spread).to(kind))
+    return missing
+
+
 def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:
     """Names as a whole model has them: files of GPT-2 leave out ``transformer.``."""
     if any(name.startswith(family.base) for name in found):
@@ -105,7 +138,8 @@ def _check(
     unused = "|".join(family.unused).replace("{num_layers}", str(settings["num_layers"]))
     left_out = []
     for name in [each for each in found if each not in wanted]:
-        same = tied.get(name) or copies.get(name)
+        today = _name_of_today(name, family)
+        same = tied.get(name) or copies.get(name) or (today if today != name else None)
         if same is not None and not _equal(found[name], found.get(same)):
             fix = "; set tie_word_embeddings in config.json to false" if name in tied else ""
             raise UserError(f"{folder}: {name}: differs from {same}, of which it should be a copy{fix}")

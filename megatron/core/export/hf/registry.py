@@ -28,7 +28,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     table, kind, names = known_families(), config.get("model_type"), config.get("architectures") or []
     if isinstance(kind, str) and kind in table:
-        if names and table[kind].architecture not in names:
+        if names and not {table[kind].architecture, *table[kind].also_read}.intersection(names):
             reason = f"{table[kind].architecture} is what can be converted"
             raise UserError(f"config.json: architectures is {names!r:.200}; of {kind}, {reason}")
         return table[kind]

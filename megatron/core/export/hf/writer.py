@@ -49,7 +49,7 @@ def save(
             _write_weights(target, tensors, max_shard_bytes)
             _write_json(target.folder / CONFIG, config)
             ids = {name: config[name] for name in TOKENS if name in config}
-            if f"hf/{GENERATION}" not in model.assets:
+            if f"hf/{GENERATION}" not in model.assets and chosen.model_family != "bert":  # which generates nothing
                 _write_json(target.folder / GENERATION, {"_from_model_config": True, **ids})
             for name, path in model.assets.items():
                 if (place := name.partition("/")[2]) != CONFIG:

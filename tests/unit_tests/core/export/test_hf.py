@@ -392,5 +392,5 @@ def test_a_linear_stretch_is_written_as_transformers_wants_it():
 
 def test_the_guide_lists_every_family():
     guide = (Path(__file__).parents[4] / "docs" / "guides" / "hugging_face.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", guide, re.MULTILINE)
+    rows = re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", guide, re.MULTILINE)
     assert dict(rows) == {name: family.architecture for name, family in known_families().items()}

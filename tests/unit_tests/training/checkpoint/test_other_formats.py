@@ -2,9 +2,11 @@
 
 import pytest
 
+from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.export.hf import save_hf
 from megatron.training.arguments import parse_args
 from megatron.training.checkpoint.other_formats import apply_hf_settings
-from tests.test_utils.hf_folders import tiny_llama
+from tests.test_utils.hf_folders import random_model, tiny_llama
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,29 @@ def test_the_folders_tokenizer_is_taken_unless_a_flag_names_another(llama):
     for flags in (["--tokenizer-type", "NullTokenizer"], ["--tokenizer-model", "elsewhere"]):
         cfg = applied(llama, *flags)
         assert flags[1] in (cfg.tokenizer_type, cfg.tokenizer_model) and str(llama) != cfg.tokenizer_model
+
+
+def test_a_model_of_another_program_is_refused_in_one_message(llama):
+    cfg = parse_args(["--load-hf", str(llama), "--num-layers", "7"], needs_data=False, model_family="bert")
+    with pytest.raises(CheckpointError) as caught:
+        apply_hf_settings(cfg)
+    said = "holds a model of the family 'gpt' (trained by pretrain_gpt.py and pretrain_moe.py), this run trains 'bert'"
+    assert str(caught.value) == f"--load-hf {llama} {said}"
+
+
+def test_settings_of_a_bert_come_over(tmp_path):
+    flags = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--max-position-embeddings", "64",
+             "--apply-residual-connection-post-layernorm", "--no-bias-gelu-fusion", "--norm-epsilon", "1e-12"]  # fmt: skip
+    save_hf(random_model(flags, 64, model_family="bert"), tmp_path / "hf")
+    line = ["--load-hf", str(tmp_path / "hf")]
+    cfg = apply_hf_settings(parse_args(line, needs_data=False, model_family="bert"))
+    assert (cfg.num_layers, cfg.norm_epsilon, cfg.bias_gelu_fusion, cfg.bert_binary_head) == (2, 1e-12, False, True)
+    assert cfg.apply_residual_connection_post_layernorm and cfg.add_bias_linear
+    contradicting = parse_args([*line, "--bert-no-binary-head"], needs_data=False, model_family="bert")
+    with pytest.raises(CheckpointError, match="--bert-no-binary-head is False, there it is True"):
+        apply_hf_settings(contradicting)
+    with pytest.raises(CheckpointError, match=r"'bert' \(trained by pretrain_bert.py\), this run trains 'gpt'"):
+        apply_hf_settings(parse_args(line, needs_data=False))
 
 
 def test_without_the_flag_nothing_changes():

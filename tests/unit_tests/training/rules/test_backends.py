@@ -155,6 +155,15 @@ def test_parts_of_apex_without_a_place_are_refused(text, world_size, problem, ev
     assert len(found) == 1 and problem in found[0], found
 
 
+def test_norms_without_biases_are_built_in_ones(everything_installed):
+    said = "--disable-norm-bias: is not for the norms of"
+    for text in ("--apex-parts norm", ENGINE + "--attention-dropout 0"):
+        (found,) = problems(f"--disable-norm-bias {text}")
+        assert found.startswith(said), found
+        assert problems(f"--disable-norm-bias --normalization RMSNorm {text}") == []
+    assert problems("--disable-norm-bias") == []
+
+
 def test_all_contradictions_of_apex_are_named_at_once(everything_installed):
     assert problems("--apex-parts wgrad norm adam --bf16") == []
     assert problems("--apex-parts adam --no-gradient-accumulation-fusion") == []

@@ -1,0 +1,152 @@
+"""Families of encoders of Hugging Face's, both ways, against the package ``transformers`` itself.
+
+As ``test_hf_families.py`` does for decoders: a tiny random model is saved there, read by ``load_hf``, built from
+nothing but the settings of its ``config.json`` and compared in logits, loss and every gradient; written by ``save_hf``
+it is the same bytes.
+"""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+import torch
+
+from tests.test_utils.foreign_comparison import assert_close
+from tests.test_utils.foreign_masked_models import FAMILIES, build, flags_of, random_arrays, run_foreign
+from tests.test_utils.foreign_models import LENGTH, VOCAB
+from tests.test_utils.hf_folders import random_model
+from tests.test_utils.reference_runs import TASKS
+
+transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from megatron.core.config.errors import UserError  # noqa: E402
+from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
+
+ENCODERS = ["bert", "megatron-bert", "modern-bert"]
+
+
+def our_model(settings):
+    """The model of a command line that says nothing but the settings."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    kind = settings["model_family"]
+    task = getattr(importlib.import_module(f"megatron.training.tasks.{kind}"), TASKS[kind])
+    line = f"--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --seq-length {LENGTH}"
+    cfg = dataclasses.replace(parse_args(line.split(), needs_data=False, model_family=kind), **settings)
+
+    class WithoutTokenizer(task):
+        vocab_size = settings["vocab_size"]
+
+    return WithoutTokenizer(validate_args(cfg, 1)).model_provider().eval()
+
+
+def fill(ours, interchange):
+    """Load as a checkpoint would be: every tensor of the model, by its global name and shape."""
+    from megatron.core import parallel_state
+    from megatron.core.sharding.sharded_tensor import module_tensors
+
+    stored = module_tensors(ours, groups=parallel_state.get_process_groups(), prefix="model.")
+    assert {each.name for each in stored.values()} == set(interchange.tensors)
+    for tensor in stored.values():
+        assert tensor.global_shape == interchange.tensors[tensor.name].shape
+        with torch.no_grad():
+            tensor.local.copy_(interchange.tensors[tensor.name].read())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformers(name, tmp_path):
+    foreign, arrays = build(FAMILIES[name]), random_arrays(FAMILIES[name])
+    foreign.save_pretrained(tmp_path / "theirs")
+    model = load_hf(tmp_path / "theirs")
+    ours = our_model(model.settings)
+    fill(ours, model)
+    logits, order, expected_loss = run_foreign(FAMILIES[name], foreign, arrays)
+    types = None if order is None else arrays["types"]
+    found, found_order = ours(arrays["tokens"], arrays["real"], types)
+    assert_close("logits", found[..., :VOCAB][arrays["real"]], logits[arrays["real"]])
+    losses, _ = ours(arrays["tokens"], arrays["real"], types, arrays["labels"])
+    loss = (losses * arrays["loss_mask"]).sum() / arrays["loss_mask"].sum()
+    if order is not None:
+        assert_close("logits of the order", found_order, order)
+        loss = loss + torch.nn.functional.cross_entropy(found_order, arrays["swapped"])
+    assert_close("loss", loss.detach(), expected_loss.detach())
+    loss.backward()
+    expected_loss.backward()
+    # their gradients, saved as if they were weights, are read by the same tables
+    with torch.no_grad():
+        for parameter in foreign.parameters():
+            parameter.copy_(parameter.grad)
+    foreign.save_pretrained(tmp_path / "gradients")
+    gradients = load_hf(tmp_path / "gradients").tensors
+    for key, parameter in ours.named_parameters():
+        expected = gradients[f"model.{key}"].read()
+        expected = expected.reshape(-1, *parameter.shape[1:])
+        first = int(key == "embedding.word_embeddings.weight")  # theirs keeps the row of padding as it is
+        assert_close(f"gradient of {key}", parameter.grad[first : len(expected)], expected[first:])
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tmp_path):
+    foreign = build(FAMILIES[name]).to(dtype)
+    foreign.save_pretrained(tmp_path / "theirs")
+    save_hf(load_hf(tmp_path / "theirs"), tmp_path / "again")
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "again"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        assert value.dtype == after[key].dtype and value.shape == after[key].shape, key
+        assert torch.equal(value.view(-1).view(torch.uint8), after[key].view(-1).view(torch.uint8)), key
+    again, report = type(foreign).from_pretrained(tmp_path / "again", output_loading_info=True)
+    assert not any(report.values()), report
+    pairs = {key: (value, again.config.to_dict().get(key)) for key, value in foreign.config.to_dict().items()}
+    assert not {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key != "_name_or_path"}
+    tokens = random_arrays(FAMILIES[name])["tokens"]
+    models = (again, type(foreign).from_pretrained(tmp_path / "theirs"))
+    found, expected = (model.eval()(input_ids=tokens).to_tuple()[0] for model in models)
+    assert torch.equal(found, expected)
+
+
+def test_files_of_the_published_bert_have_older_names_and_copies(tmp_path):
+    build(FAMILIES["bert"]).save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    today = {key: value.read().clone() for key, value in load_hf(tmp_path / "theirs").tensors.items()}
+    held = {key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+            for key, value in load_file(file).items()}  # fmt: skip
+    held["cls.predictions.decoder.weight"] = held["bert.embeddings.word_embeddings.weight"].clone()
+    held["cls.predictions.decoder.bias"] = held["cls.predictions.bias"].clone()
+    held["bert.embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(held, file, {"format": "pt"})
+    older = load_hf(tmp_path / "theirs")
+    assert older.tensors.keys() == today.keys()
+    assert all(torch.equal(older.tensors[key].read(), value) for key, value in today.items())
+    held["cls.predictions.decoder.bias"] += 1
+    save_file(held, file, {"format": "pt"})
+    with pytest.raises(UserError, match="cls.predictions.decoder.bias: differs from cls.predictions.bias"):
+        load_hf(tmp_path / "theirs")
+
+
+def test_a_bert_without_the_head_for_the_order_begins_with_a_random_one(tmp_path):
+    config = build(FAMILIES["bert"]).config
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "theirs")
+    model = load_hf(tmp_path / "theirs")
+    (note,) = [each for each in model.notes if "random values" in each]
+    assert "cls.seq_relationship.weight" in note and "bert.pooler.dense.bias" in note
+    assert float(model.tensors["model.pooler.dense.weight"].read().std()) == pytest.approx(0.02, rel=0.1)
+    save_hf(model, tmp_path / "again")
+    kept = load_file(tmp_path / "theirs" / "model.safetensors")
+    written = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(value, written[key]) for key, value in kept.items())
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_what_random_weights_of_flags_write_is_read_back(name, tmp_path):
+    ours = random_model(flags_of(FAMILIES[name]), VOCAB, model_family="bert")
+    save_hf(ours, tmp_path / "theirs")
+    again = load_hf(tmp_path / "theirs")
+    assert all(torch.equal(again.tensors[key].read(), value.read()) for key, value in ours.tensors.items())
+    assert not (tmp_path / "theirs" / "generation_config.json").exists()
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert config["architectures"] == [FAMILIES[name].architecture]
