@@ -105,7 +105,8 @@ def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str
     if family != model_family:
         programs = [program for program, trained in PROGRAMS.items() if trained == family]
         known = f" (trained by {' and '.join(programs)})" if programs else ""
-        raise CheckpointError(f"{where} holds a model of the family {family!r}{known}, this run trains {model_family!r}")
+        said = f"{where} holds a model of the family {family!r}{known}"
+        raise CheckpointError(f"{said}, this run trains {model_family!r}")
 
 
 def _fits(spec: FlagSpec, value: Any) -> bool:

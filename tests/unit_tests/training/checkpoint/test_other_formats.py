@@ -38,9 +38,9 @@ def test_a_model_of_another_program_is_refused_in_one_message(llama):
 
 
 def test_settings_of_a_bert_come_over(tmp_path):
-    flags = ["--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--max-position-embeddings", "64",
-             "--apply-residual-connection-post-layernorm", "--no-bias-gelu-fusion", "--norm-epsilon", "1e-12"]  # fmt: skip
-    save_hf(random_model(flags, 64, model_family="bert"), tmp_path / "hf")
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
+    flags = f"{sizes} --apply-residual-connection-post-layernorm --no-bias-gelu-fusion --norm-epsilon 1e-12"
+    save_hf(random_model(flags.split(), 64, model_family="bert"), tmp_path / "hf")
     line = ["--load-hf", str(tmp_path / "hf")]
     cfg = apply_hf_settings(parse_args(line, needs_data=False, model_family="bert"))
     assert (cfg.num_layers, cfg.norm_epsilon, cfg.bias_gelu_fusion, cfg.bert_binary_head) == (2, 1e-12, False, True)
