@@ -117,6 +117,8 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
         ranks = f"{cfg.q_lora_rank or 'none'} for queries, {cfg.kv_lora_rank} for keys and values"
         heads = f"{cfg.num_attention_heads} heads of {sizes}, latents: {ranks}"
     yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
+    if cfg.decoder_num_layers is not None:
+        yield "decoder", f"{cfg.decoder_num_layers} further layers, with attention to the encoder"
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
     if vocab_size is not None:

@@ -53,7 +53,7 @@ def batches():
     return list(torch.randn(BATCHES, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
-def run(schedule: Schedule, chunks, outputs=None):
+def run(schedule: Schedule, chunks, outputs=None, shapes=((2, WIDTH),)):
     def forward_step(iterator, chunk):
         output = chunk(next(iterator))
         if outputs is not None:
@@ -61,7 +61,7 @@ def run(schedule: Schedule, chunks, outputs=None):
         return output, lambda out: (out.sum(), torch.tensor(out.numel()), {"loss": out.sum()})
 
     work = Work(forward_step, chunks, iterators_of_chunks(iter(batches()), len(chunks)))
-    shape = MessageShape(((2, WIDTH),), torch.float64, torch.device("cpu"))
+    shape = MessageShape(shapes, torch.float64, torch.device("cpu"))
     return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, shape)).run()
 
 
@@ -127,3 +127,37 @@ def test_iterators_for_other_numbers_of_chunks_are_refused():
 def test_a_later_stage_needs_a_way_to_take_its_input():
     with pytest.raises(ValueError, match="Identity is a later pipeline stage: it needs set_input_tensor"):
         run(interleaved(1, 2, 1), [Chunk(True), nn.Identity()])
+
+
+class TwoStreams(Chunk):
+    """Passes on a second tensor as it came, or uses it: gradients of both find their way back."""
+
+    def __init__(self, first, last=False):
+        super().__init__(first)
+        self.last = last
+
+    def forward(self, batch):
+        x, other = (batch, batch.flip(0) * self.scale) if self.first else self.received
+        y = torch.tanh(self.linear(x)[0] / WIDTH)
+        return y * other if self.last else (y, other)
+
+
+@pytest.mark.parametrize("schedule", [interleaved(1, 3, BATCHES), zero_bubble(1, BATCHES, 3)])
+def test_stages_may_pass_on_several_tensors(schedule):
+    def chunks():
+        return [TwoStreams(True), TwoStreams(False), TwoStreams(False, last=True)]
+
+    whole, parts = chunks(), chunks()
+    for batch in batches():
+        message = None
+        for chunk in whole:
+            chunk.set_input_tensor(message)
+            message = chunk(batch)
+        message.sum().backward()
+    shapes = ((2, WIDTH), (2, WIDTH))
+    results = run(schedule, parts, shapes=shapes)
+    assert len(results) == BATCHES
+    for found, wanted in zip(gradients(parts), gradients(whole), strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            torch.testing.assert_close(found, wanted)
