@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.test_utils.foreign_comparison import assert_close
-from tests.test_utils.foreign_masked_models import FAMILIES, build, flags_of, random_arrays, run_foreign
+from tests.test_utils.foreign_masked_models import ANSWER, FAMILIES, build, flags_of, random_arrays, run_foreign
 from tests.test_utils.foreign_models import LENGTH, VOCAB
 from tests.test_utils.hf_folders import random_model
 from tests.test_utils.reference_runs import TASKS
@@ -26,6 +26,7 @@ from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
 
 ENCODERS = ["bert", "megatron-bert", "modern-bert"]
+CONVERTED = [*ENCODERS, "t5-v1.1"]
 
 
 def our_model(settings):
@@ -35,6 +36,7 @@ def our_model(settings):
     kind = settings["model_family"]
     task = getattr(importlib.import_module(f"megatron.training.tasks.{kind}"), TASKS[kind])
     line = f"--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --seq-length {LENGTH}"
+    line += f" --decoder-seq-length {ANSWER}" if kind == "t5" else ""
     cfg = dataclasses.replace(parse_args(line.split(), needs_data=False, model_family=kind), **settings)
 
     class WithoutTokenizer(task):
@@ -56,7 +58,14 @@ def fill(ours, interchange):
             tensor.local.copy_(interchange.tensors[tensor.name].read())
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+def run_ours(model, arrays, has_types, labels):
+    """(logits or losses [b, s], logits of the order or None)."""
+    if "decoder" in arrays:
+        return model(arrays["tokens"], arrays["decoder"], arrays["real"], lm_labels=labels), None
+    return model(arrays["tokens"], arrays["real"], arrays["types"] if has_types else None, labels)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
 def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformers(name, tmp_path):
     foreign, arrays = build(FAMILIES[name]), random_arrays(FAMILIES[name])
     foreign.save_pretrained(tmp_path / "theirs")
@@ -64,10 +73,10 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
     ours = our_model(model.settings)
     fill(ours, model)
     logits, order, expected_loss = run_foreign(FAMILIES[name], foreign, arrays)
-    types = None if order is None else arrays["types"]
-    found, found_order = ours(arrays["tokens"], arrays["real"], types)
-    assert_close("logits", found[..., :VOCAB][arrays["real"]], logits[arrays["real"]])
-    losses, _ = ours(arrays["tokens"], arrays["real"], types, arrays["labels"])
+    found, found_order = run_ours(ours, arrays, order is not None, None)
+    counted = torch.ones_like(arrays["loss_mask"]) if "decoder" in arrays else arrays["real"]
+    assert_close("logits", found[..., :VOCAB][counted], logits[counted])
+    losses, _ = run_ours(ours, arrays, order is not None, arrays["labels"])
     loss = (losses * arrays["loss_mask"]).sum() / arrays["loss_mask"].sum()
     if order is not None:
         assert_close("logits of the order", found_order, order)
@@ -88,7 +97,7 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
         assert_close(f"gradient of {key}", parameter.grad[first : len(expected)], expected[first:])
 
 
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", CONVERTED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tmp_path):
     foreign = build(FAMILIES[name]).to(dtype)
@@ -105,7 +114,8 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     assert not {key: pair for key, pair in pairs.items() if pair[0] not in (None, pair[1]) and key != "_name_or_path"}
     tokens = random_arrays(FAMILIES[name])["tokens"]
     models = (again, type(foreign).from_pretrained(tmp_path / "theirs"))
-    found, expected = (model.eval()(input_ids=tokens).to_tuple()[0] for model in models)
+    more = {"decoder_input_ids": tokens} if FAMILIES[name].is_t5 else {}
+    found, expected = (model.eval()(input_ids=tokens, **more).to_tuple()[0] for model in models)
     assert torch.equal(found, expected)
 
 

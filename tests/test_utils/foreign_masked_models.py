@@ -185,7 +185,8 @@ def build(family: Family) -> torch.nn.Module:
     import transformers
 
     model_class = getattr(transformers, family.architecture)
-    common = {"vocab_size": VOCAB, "initializer_range": 0.2, "max_position_embeddings": 64, "pad_token_id": 0,
+    longest = {} if family.is_t5 else {"max_position_embeddings": 64}
+    common = {"vocab_size": VOCAB, "initializer_range": 0.2, "pad_token_id": 0, **longest,
               **dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)}  # fmt: skip
     config = model_class.config_class(**{**common, **family.settings})
     config._attn_implementation = "eager"

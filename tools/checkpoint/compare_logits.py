@@ -23,7 +23,7 @@ LARGEST = 1_000_000_000
 """Parameters up to which both models are built without being asked: 8 GB in fp32."""
 TOLERANCE = 1e-4
 LENGTH = 32
-AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM"}
+AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM"}
 """What builds their model of each of our families."""
 
 
@@ -43,10 +43,12 @@ def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfi
     disable_progress_bar()
     rows = ours.tensors[WORDS].shape[0]
     tokens = torch.randint(rows, (2, min(LENGTH, cfg.seq_length or LENGTH)), generator=torch.Generator().manual_seed(1))
+    real = torch.ones_like(tokens)
+    decoded = {"decoder_input_ids": tokens, "attention_mask": real} if cfg.model_family == "t5" else {}
     with torch.no_grad():
         kind = getattr(transformers, AUTO_MODELS[cfg.model_family])
         theirs = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        expected = theirs.eval()(tokens).logits.float()
+        expected = theirs.eval()(tokens, **decoded).logits.float()
         del theirs
         found = our_logits(ours, cfg, tokens)
     error, scale = (found - expected).abs().max().item(), expected.abs().max().item()
@@ -69,6 +71,8 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
     if cfg.model_family == "bert":
         types = torch.zeros_like(tokens) if cfg.bert_binary_head else None
         return model(tokens, None, types)[0].float()[..., :rows]
+    if cfg.model_family == "t5":
+        return model(tokens, tokens, torch.ones_like(tokens)).float()[..., :rows]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     return model(tokens, positions).float()[..., :rows]
 

@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
                       help=f"format of what is written: {', '.join(formats.SAVERS)}")  # fmt: skip
     made.add_argument("--load-dir", required=True, metavar="DIR", help="the checkpoint to convert")
     made.add_argument("--save-dir", required=True, metavar="DIR", help="the folder to make")
-    made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT"),
+    made.add_argument("--model-type", default="GPT", choices=("GPT", "BERT", "T5"),
                       help="kind of model of a folder that does not say it")  # fmt: skip
     made.add_argument("--dtype", choices=DTYPES, help="convert weights to this kind of number; default: as they are")
     made.add_argument("--max-shard-size", type=float, default=4.0, metavar="GB", help="bound on a file's size")
@@ -132,6 +132,8 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
     cfg = with_settings(cfg, source.settings, where)
     longest = cfg.max_position_embeddings or cfg.seq_length
     cfg = dataclasses.replace(cfg, seq_length=cfg.seq_length or longest, max_position_embeddings=longest)
+    if family == "t5":
+        cfg = dataclasses.replace(cfg, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length)
     if cfg.tokenizer_type is None and "tokenizer/tokenizer.json" in source.assets:
         cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=where)
     cfg = dataclasses.replace(cfg, tokenizer_type=cfg.tokenizer_type or "NullTokenizer")

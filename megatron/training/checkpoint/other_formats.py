@@ -50,11 +50,14 @@ COMPUTATION = {
     "moe_static_rows", "overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap", "deterministic_mode",
     "encoder_num_layers",
 }  # fmt: skip
-MODEL = {"seq_length", *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
+OF_T5 = {"decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance"}
+MODEL = {"seq_length", *OF_T5, *(field.name for group in GROUPS for field in dataclasses.fields(group))} - {
     *LAYOUT, *COMPUTATION,
 }  # fmt: skip
 """Settings of a model, without those of how and where it is computed."""
-FIXED = {*ARCHITECTURE, *SIZES, "vocab_size", "bert_binary_head"} - {"seq_length", "max_position_embeddings"}
+FIXED = {*ARCHITECTURE, *SIZES, "vocab_size", "bert_binary_head", "decoder_num_layers"} - {
+    "seq_length", "max_position_embeddings",
+}  # fmt: skip
 """Settings in which a command line may not contradict weights."""
 WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"

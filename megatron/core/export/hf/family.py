@@ -25,13 +25,15 @@ from megatron.core.export.hf.settings import Ignored, Rule, Same, refuse
 from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.t5_description import EncoderDecoder, describe_t5
 
 GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
 ELSEWHERE: dict[str, Any] = {
     "vocab_size": None, "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
     "rotary_base": 10000, "rotary_percent": 1.0, "rotary_seq_len_interpolation_factor": None,
     "use_rope_scaling": False, "rope_scaling_factor": 8.0, "untie_embeddings_and_output_weights": False,
-    "group_query_attention": False, "model_family": "gpt", "bert_binary_head": True,
+    "group_query_attention": False, "model_family": "gpt", "bert_binary_head": True, "decoder_num_layers": None,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
 }  # fmt: skip
 """Settings of the training program that say what a model is, with their defaults there."""
 WITHOUT_MEANING = {"apply_query_key_layer_scaling"}
@@ -224,12 +226,22 @@ def _bert(settings: Mapping[str, Any]) -> Any:
     )  # fmt: skip
 
 
+def _t5(settings: Mapping[str, Any]) -> Any:
+    layers = settings["decoder_num_layers"] or settings["num_layers"]
+    vocabulary = Vocabulary(settings["vocab_size"], not settings["untie_embeddings_and_output_weights"])
+    options = {name: value for name, value in _lengths(settings).items() if name != "seq_length"}
+    sizes = EncoderDecoder(1, 1, layers, settings["relative_attention_num_buckets"])
+    return describe_t5(transformer_config(settings), vocabulary, sizes, **options)
+
+
 def _lengths(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"seq_length": 1, "max_sequence_length": settings["max_position_embeddings"],
             "position_embedding_type": settings["position_embedding_type"]}  # fmt: skip
 
 
-DESCRIBED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {"gpt": _gpt, "bert": _bert}
+DESCRIBED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "gpt": _gpt, "bert": _bert, "t5": _t5,
+}  # fmt: skip
 """By ``model_family``."""
 
 

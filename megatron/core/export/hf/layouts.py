@@ -66,3 +66,11 @@ class QueryKeyValue(Layout):
         assert d is not None
         parts = [ours[:, : -2 * d], ours[:, -2 * d : -d], ours[:, -d:]]
         return [parts] if len(self.names) == 1 else [[part] for part in parts]
+
+
+class KeyValue(Layout):
+    """Keys and values of a cross-attention: ours [g, 2 * d, h], theirs two tensors."""
+
+    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+        d = config.kv_channels
+        return [[ours[:, :d]], [ours[:, d:]]]

@@ -1,0 +1,86 @@
+"""T5 1.1 and Flan-T5 (``T5ForConditionalGeneration``): gated GELU, an output layer of its own, no softmax scale.
+T5 1.0, whose output layer is the embedding times a factor of the width, is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.export.hf.family import Family
+from megatron.core.export.hf.layouts import Halves, KeyValue, QueryKeyValue, Weights
+from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Same, Table, get, refuse, same
+
+
+def _load_head(config: Table) -> dict[str, Any]:
+    if get(config, ("tie_word_embeddings",), True) and get(config, ("scale_decoder_outputs",), True):
+        raise refuse("tie_word_embeddings", True, "which cannot be represented: T5 1.0 scales a tied output layer")
+    return {"untie_embeddings_and_output_weights": True}
+
+
+def _save_head(settings: Table) -> dict[str, Any]:
+    if not settings["untie_embeddings_and_output_weights"]:
+        raise refuse("untie_embeddings_and_output_weights", False, "the family has a bias-free output layer of its own")
+    return {"tie_word_embeddings": False}
+
+
+def _save_heads(settings: Table) -> dict[str, Any]:
+    if settings["num_query_groups"] != settings["num_attention_heads"]:
+        raise refuse("num_query_groups", settings["num_query_groups"], "the family has as many as query heads")
+    return {}
+
+
+HEADS = Computed(
+    (), ("num_query_groups", "group_query_attention"),
+    lambda config: {"num_query_groups": get(config, ("num_heads",)), "group_query_attention": False}, _save_heads,
+)  # fmt: skip
+UNTIED = Computed(
+    ("tie_word_embeddings", "scale_decoder_outputs"), ("untie_embeddings_and_output_weights",), _load_head, _save_head
+)
+
+
+def _stack(stack: str, mlp: int) -> Weights:
+    ours, theirs = f"{stack}.layers.*", f"{stack}.block.*.layer"
+    attention, wide = f"{theirs}.0.SelfAttention", f"{theirs}.{mlp}.DenseReluDense"
+    return {
+        f"{stack}_relative_pos_emb.relative_attention_bias":
+            f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias",
+        f"{ours}.input_layernorm": f"{theirs}.0.layer_norm",
+        f"{ours}.self_attention.linear_qkv": QueryKeyValue(*(f"{attention}.{each}" for each in "qkv")),
+        f"{ours}.self_attention.linear_proj": f"{attention}.o",
+        f"{ours}.pre_mlp_layernorm": f"{theirs}.{mlp}.layer_norm",
+        f"{ours}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1"),
+        f"{ours}.mlp.linear_fc2": f"{wide}.wo",
+        f"{stack}.final_layernorm": f"{stack}.final_layer_norm",
+    }  # fmt: skip
+
+
+CROSS = "decoder.block.*.layer.1"
+FAMILY = Family(
+    "t5", "T5ForConditionalGeneration",
+    config=(
+        *same(hidden_size="d_model", num_attention_heads="num_heads", vocab_size="vocab_size", kv_channels="d_kv",
+              ffn_hidden_size="d_ff", num_layers="num_layers"),
+        Same("decoder_num_layers", "num_decoder_layers", default=lambda config: config["num_layers"]), HEADS, UNTIED,
+        Same("max_position_embeddings", "n_positions", default=512),
+        Same("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
+        Same("relative_attention_max_distance", "relative_attention_max_distance", default=128),
+        Same("norm_epsilon", "layer_norm_epsilon", default=1e-6),
+        Same("hidden_dropout", "dropout_rate", default=0.1), Same("attention_dropout", "dropout_rate", default=0.1),
+        Choice("feed_forward_proj", {"gated-gelu": {"geglu": True, "exact_gelu": False}}, default="relu"),
+        Ours({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False,
+              "softmax_scale": 1.0}),
+        Ignored(("is_encoder_decoder", "dense_act_fn", "is_gated_act", "classifier_dropout", "initializer_factor",
+                 "output_past", "is_decoder")),
+    ),
+    weights={
+        "embedding.word_embeddings": "shared", "output_layer": "lm_head", "lm_head.output_layer": "lm_head",
+        **_stack("encoder", 1), **_stack("decoder", 2),
+        "decoder.layers.*.pre_cross_attn_layernorm": f"{CROSS}.layer_norm",
+        "decoder.layers.*.cross_attention.linear_q": f"{CROSS}.EncDecAttention.q",
+        "decoder.layers.*.cross_attention.linear_kv":
+            KeyValue(f"{CROSS}.EncDecAttention.k", f"{CROSS}.EncDecAttention.v"),
+        "decoder.layers.*.cross_attention.linear_proj": f"{CROSS}.EncDecAttention.o",
+    },
+    unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
+    base="", model_family="t5",
+    aliases={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+)  # fmt: skip
