@@ -9,8 +9,7 @@ wait. What carries a message is a wire:
                        that a receive which waits never stands in the way of a send.
     ``_MailboxWire``   copy engines, between GPUs of one host: who receives need not be there when a message comes.
 
-A message is one tensor or several (of a model with two stacks), of the same shapes at every boundary; each goes by
-itself, in their order.
+A message is one tensor or several (of a model with two stacks), of the same shapes at every boundary.
 """
 
 from __future__ import annotations
@@ -110,8 +109,9 @@ class _GroupWire:
 class _MailboxWire:
     def __init__(self, engines: Any, message: MessageShape) -> None:
         self._message = message
-        sizes = (message.dtype.itemsize * torch.Size(shape).numel() for shape in message.shapes)
-        self._mailboxes = [engines.mailbox(size) for size in sizes]  # tensors of one size share one
+        self._sizes = [torch.Size(shape).numel() for shape in message.shapes]
+        # tensors travel as one: each number takes one slot, as schedules need them
+        self._mailbox = engines.mailbox(message.dtype.itemsize * sum(self._sizes))
         self._unread: dict[_Lane, deque[int]] = {}
         self._read: dict[tuple[_Lane, int], Message] = {}
 
@@ -121,17 +121,16 @@ class _MailboxWire:
         def wait() -> Message:
             # a mailbox hands messages out in the order of sending: take out those before the one that is asked for
             while (lane, number) not in self._read:
-                received = self._message.empty()
-                for mailbox, tensor in zip(self._mailboxes, received, strict=True):
-                    mailbox.receive(lane.source, tensor)
-                self._read[lane, self._unread[lane].popleft()] = received
+                flat = torch.empty(sum(self._sizes), dtype=self._message.dtype, device=self._message.device)
+                self._mailbox.receive(lane.source, flat)
+                parts = zip(flat.split(self._sizes), self._message.shapes)
+                self._read[lane, self._unread[lane].popleft()] = tuple(part.view(shape) for part, shape in parts)
             return self._read.pop((lane, number))
 
         return wait
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
-        for mailbox, tensor in zip(self._mailboxes, message, strict=True):
-            mailbox.send(lane.target, tensor)
+        self._mailbox.send(lane.target, message[0] if len(message) == 1 else torch.cat([x.flatten() for x in message]))
 
     def finish(self) -> None:
         """The stream that sends keeps what it needs."""
