@@ -29,6 +29,7 @@ NETWORK = {
     "query-key-norms-decayed": "--qk-layernorm --normalization RMSNorm --apply-wd-to-qk-layernorm --weight-decay 0.5",
     "query-key-norms-without-weights": "--qk-l2-norm --norm-epsilon 0.01",
     "rms-norm": "--normalization RMSNorm --norm-epsilon 0.03",
+    "no-bias-in-norms": f"--disable-norm-bias --norm-placement sandwich --init-method-std 0.1 {DROPOUT}",
     "layer-norm-1p": "--apply-layernorm-1p --squared-relu --weight-decay 0.2",
     "residual-behind-the-norm": "--apply-residual-connection-post-layernorm --hidden-dropout 0.2",
     "no-biases": "--disable-bias-linear --ffn-hidden-size 40",

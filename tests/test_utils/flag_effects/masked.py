@@ -57,8 +57,11 @@ def relative_positions(cfg):
     return len(model.encoder_relative_pos_emb.table), model.max_distance
 
 
-T5 = {"base": "--decoder-seq-length 16 --position-embedding-type relative", "family": "t5"}
 WITHOUT = "--tokenizer-type --vocab-size"
+T5 = {
+    "base": f"{BERT} --vocab-extra-ids 10 --decoder-seq-length 16 --position-embedding-type relative",
+    "family": "t5", "without": WITHOUT,
+}  # fmt: skip
 ROWS = [
     Probe("--mask-prob 0.3", of_samples("masking_probability"), 0.3, base=BERT, without=WITHOUT),
     Probe("--short-seq-prob 0.5", of_samples("short_sequence_probability"), 0.5, base=BERT, without=WITHOUT),
