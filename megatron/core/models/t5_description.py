@@ -42,7 +42,7 @@ class EncoderDecoder:
     decoder_length: int
     decoder_layers: int
     num_buckets: int = 32
-    """Of relative positions."""
+    """Buckets of relative positions."""
 
     @property
     def share(self) -> float:

@@ -13,7 +13,7 @@ class MaskedDataConfig:
     """Masked words"""
 
     mask_prob: Annotated[float, Range(0, 1, above=True, below=True)] = 0.15
-    """Of pretrain_bert.py and pretrain_t5.py: share of a sample's tokens that are masked, or replaced by sentinels."""
+    """Share of a sample's tokens that are masked (pretrain_bert.py) or replaced by sentinels (pretrain_t5.py)."""
 
     short_seq_prob: Annotated[float, Range(0, 1)] = 0.1
-    """Of pretrain_bert.py and pretrain_t5.py: share of samples that are made shorter than they could be."""
+    """Share of samples that are made shorter than they could be (pretrain_bert.py, pretrain_t5.py)."""

@@ -56,5 +56,4 @@ class ModelConfig:
     makes it and may take the library's ``config``. ``local`` means the built-in ones."""
 
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
-    """Of pretrain_bert.py: train without pairs of texts, whose order the binary head tells, and without types of
-    tokens."""
+    """Train without pairs of texts, whose order the binary head tells, and types of tokens (pretrain_bert.py)."""

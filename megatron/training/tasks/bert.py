@@ -143,7 +143,7 @@ class BertTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Of any length up to the longest."""
+        """Its text has any length up to the longest."""
         length = self.cfg.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
         used = np.arange(length) < generator.integers(length // 4, length + 1)

@@ -105,7 +105,7 @@ class GPTTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """With --reset-attention-mask documents of random lengths, which do not see each other."""
+        """Documents in it have random lengths and do not see each other with --reset-attention-mask."""
         length = self.cfg.seq_length
         tokens = generator.integers(0, self.vocab_size, length + 1)
         mask = (generator.random(length) < 0.7).astype(np.float32)

@@ -108,7 +108,7 @@ class T5Task(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Of any lengths up to the longest."""
+        """Encoder and decoder have any lengths up to the longest."""
         encoder, decoder = self.cfg.seq_length, self.cfg.decoder_seq_length
         used, written = (np.arange(length) < generator.integers(length // 4, length + 1)
                          for length in (encoder, decoder))  # fmt: skip

@@ -26,7 +26,7 @@ TOKENIZER = (
 )  # fmt: skip
 """Files that go along, where they are."""
 _FIRST_STD = 0.02
-"""Of modules that a folder lacks."""
+"""Initial standard deviation of modules that a folder lacks."""
 
 
 def load(folder: Path) -> Interchange:

@@ -209,7 +209,7 @@ class T5Model(LanguageModule):
         return streams._replace(encoder=encoded, decoder=decoded).to(self.encoder.stream_dtype)
 
     def _embedded(self, *inputs: tuple[Tensor, ForwardContext]) -> Streams:
-        """Of the ids [b, .] of both stacks."""
+        """Streams at the first stage, from the ids [b, .] of both stacks."""
         encoder, decoder = (
             self.embedding(ids, self.local_positions(ids.shape[1], ids.device).expand(ids.shape), context.dropout)
             for ids, context in inputs
