@@ -71,7 +71,8 @@ class BackendTokenizer(Tokenizer):
             if special_tokens:
                 assert self._around is not None
                 before, behind = self._around
-                arrays = [None if ids is None else np.concatenate([before, ids, behind]) for ids in arrays]
+                around = (None if ids is None else np.concatenate([before, ids, behind]) for ids in arrays)
+                arrays = [None if ids is None else ids.astype(np.uint32) for ids in around]
         rest = [index for index, array in enumerate(arrays) if array is None]
         if rest:
             for index in rest:

@@ -93,7 +93,7 @@ def pair(request, tmp_path_factory):
 def test_ids_equal_those_of_tokenizers(pair, texts):
     tokenizer, reference = pair
     for text, ids in zip(texts, tokenizer.tokenize_batch(texts)):
-        assert ids.tolist() == reference.encode(text, add_special_tokens=False).ids
+        assert ids.dtype == np.uint32 and ids.tolist() == reference.encode(text, add_special_tokens=False).ids
         assert tokenizer.tokenize(text) == ids.tolist()
 
 
