@@ -1,4 +1,4 @@
-"""Training speed through pretrain_gpt.py itself: one command per row of the speed table, profile and limits included.
+"""Training speed through the entry scripts themselves: one command per row of the speed table, profile and limits included.
 
     python benchmarks/bench_training.py one                     # one row
     python benchmarks/bench_training.py dp4 tp4-sp one+te       # some; + adds a named variant
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--iters", type=int, help="iterations of a job; default: the row's own")
     made.add_argument("--warmup", type=int, default=3, help="iterations left out of the medians")
     made.add_argument("--layers", type=int, help="instead of the row's own number")
-    made.add_argument("--extra-flags", default="", help="flags of pretrain_gpt.py for every row, in one string")
+    made.add_argument("--extra-flags", default="", help="flags of the entry script for every row, in one string")
     made.add_argument("--timeout", type=float, default=300, help="seconds per job")
     made.add_argument("--no-profile", dest="profile", action="store_false")
     made.add_argument("--keep-traces", type=Path, metavar="FOLDER")

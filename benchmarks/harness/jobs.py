@@ -1,4 +1,4 @@
-"""One row, measured: fresh jobs of pretrain_gpt.py, their health, medians, and the profile of one step.
+"""One row, measured: fresh jobs of an entry script, their health, medians, and the profile of one step.
 
 A job's time counts only if it trained: every loss finite, the last below the first, not yet zero. A GPU at its power
 limit runs constant, zero or NaN data up to a fifth faster.
@@ -67,7 +67,7 @@ def command_of(name: str, folder: Path, settings: Settings, *, traced: bool) -> 
         words += ["--profile", "--use-pytorch-profiler", "--profile-step-start", str(iters - PROFILED)]
         words += ["--profile-step-end", str(iters)]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={row.gpus}"] if row.gpus > 1 else []
-    return [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *words]
+    return [sys.executable, *launcher, str(ROOT / f"pretrain_{row.family}.py"), *words]
 
 
 def shown(command: Sequence[str], folder: Path) -> str:
@@ -194,7 +194,7 @@ def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
     """The profile of a trace file of a row, and its distance from the limits."""
     row, _ = split_name(name)
     words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
-    cfg = resolve(parse_args([*words, "--train-iters", "1"]), row.gpus, gpus=not settings.smoke)
+    cfg = resolve(parse_args([*words, "--train-iters", "1"], model_family=row.family), row.gpus, gpus=not settings.smoke)
     found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.vocab_size))
     if found is None:
         return {"profile": None}

@@ -1,6 +1,6 @@
 """The rows of the speed table, as data: what is trained on how many GPUs, and named changes to any row. Torch-free.
 
-A row is measured as ``row`` or ``row+variant`` or ``row+variant+variant``; each is one fresh job of pretrain_gpt.py.
+A row is measured as ``row`` or ``row+variant`` or ``row+variant+variant``; each is one fresh job of its family's entry script.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ LLAMA_8B = (
 )
 GPT_345M = (
     "--hidden-size 1024 --num-attention-heads 16 --attention-dropout 0 --hidden-dropout 0 --bf16 --vocab-size 50304"
+)
+BERT_LARGE = (
+    "--hidden-size 1024 --num-attention-heads 16 --attention-dropout 0 --hidden-dropout 0 --bf16 --vocab-size 30522"
+)
+T5_3B = (
+    "--hidden-size 1024 --ffn-hidden-size 16384 --num-attention-heads 32 --kv-channels 128 --normalization RMSNorm "
+    "--disable-bias-linear --relu --position-embedding-type relative --attention-dropout 0 --hidden-dropout 0 --bf16 "
+    "--vocab-size 32128 --decoder-seq-length 128"
 )
 _EXPERTS = (
     "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --rotary-base 1000000 "
@@ -41,6 +49,11 @@ TINY_LLAMA = (
     "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --vocab-size 500"
 )
 TINY_GPT = "--hidden-size 64 --num-attention-heads 4 --attention-dropout 0 --hidden-dropout 0 --vocab-size 500"
+TINY_T5 = (
+    "--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --normalization RMSNorm --disable-bias-linear "
+    "--relu --position-embedding-type relative --attention-dropout 0 --hidden-dropout 0 --vocab-size 500 "
+    "--decoder-seq-length 48"
+)
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --lr-warmup-iters 2 --eval-iters 0 --log-interval 1 "
     "--log-throughput --num-workers 1 --manual-gc"
@@ -73,6 +86,8 @@ class Row:
     shape: str = LLAMA_8B
     tiny: str = TINY_LLAMA
     """In place of ``shape`` in a smoke run."""
+    family: str = "gpt"
+    """Whose entry script trains it: ``pretrain_FAMILY.py``."""
     seconds: int = 90
     """What one job takes on H200s, start and trace included, for planning."""
 
@@ -131,6 +146,13 @@ ROWS: dict[str, Row] = {
         4, 16, 4096, 64, f"{ZERO} --expert-model-parallel-size 4", micro_batch=2, iters=8, shape=QWEN3_30B_A3B,
         tiny=TINY_EXPERTS, seconds=90,
     ),
+    # samples of any length as the data sets make them; FLOPs count all places of a row
+    "bert-large": Row(
+        1, 24, 512, 256, micro_batch=64, iters=14, shape=BERT_LARGE, tiny=TINY_GPT, family="bert", seconds=45
+    ),
+    "t5-3b": Row(
+        1, 24, 512, 128, micro_batch=32, iters=10, shape=T5_3B, tiny=TINY_T5, family="t5", seconds=75
+    ),
     "dp2-pp2": Row(4, 32, 8192, 32, f"--pipeline-model-parallel-size 2 {ZERO}", iters=8, seconds=130),
 }  # fmt: skip
 
@@ -156,6 +178,7 @@ VARIANTS: dict[str, str] = {
     "gather-tokens": "--moe-token-dispatcher-type allgather",
     "halves": "--overlap-moe-expert-parallel-comm --moe-router-load-balancing-type seq_aux_loss",
     "forced-balance": "--moe-router-force-load-balancing",
+    "learned": "--position-embedding-type learned_absolute",
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
     "deterministic": "--deterministic-mode",
@@ -184,7 +207,7 @@ def split_name(name: str) -> tuple[Row, list[str]]:
 
 
 def flags_of(name: str, *, extra: Sequence[str] = (), smoke: bool = False) -> list[str]:
-    """The flags of pretrain_gpt.py for a row and its variants; ``extra`` ones come last and so win."""
+    """The flags of the entry script for a row and its variants; ``extra`` ones come last and so win."""
     row, variants = split_name(name)
     shape, depth, length, batch = row.shape, row.layers, row.length, row.batch
     if smoke:

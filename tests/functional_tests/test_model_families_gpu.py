@@ -1,4 +1,4 @@
-"""Shapes of DeepSeek-V3 and GPT-OSS: a run on a GPU, through its kernels, has the losses of the same run on a CPU."""
+"""Shapes of DeepSeek-V3 and GPT-OSS, BERT and T5: a run on a GPU, through its kernels, has the losses of the same run on a CPU."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.test_utils.gpt_runs import losses, write_dataset
+from tests.test_utils.gpt_runs import read_records, write_dataset
 
 pytestmark = pytest.mark.gpu
 
@@ -40,23 +40,40 @@ FAMILIES = {
     ),
 }
 
+ENCODERS = {
+    "bert": ("pretrain_bert.py", ""),
+    "modern-bert": (
+        "pretrain_bert.py",
+        "--bert-no-binary-head --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+        " --window-size 31,31 --window-attn-skip-freq 3",
+    ),
+    "t5": ("pretrain_t5.py", "--decoder-seq-length 128 --relu --normalization RMSNorm --disable-bias-linear"),
+    "t5-rotary": ("pretrain_t5.py", "--decoder-seq-length 128 --swiglu --position-embedding-type rope"),
+    "t5-relative": ("pretrain_t5.py", "--decoder-seq-length 128 --position-embedding-type relative"),
+}
+"""On random samples, half of which are short, so that variable lengths count."""
+
 
 def run(data, folder, family, *flags, gpu):
-    argv = [*COMMON.split(), *FAMILIES[family].split(), "--data-path", str(data), "--save", str(folder), *flags]
+    program, own = ENCODERS.get(family) or ("pretrain_gpt.py", FAMILIES[family])
+    source = ["--data-path", str(data)] if family in FAMILIES else ["--mock-data", "--short-seq-prob", "0.5"]
+    argv = [*COMMON.split(), *own.split(), *source, "--save", str(folder), *flags]
     environment = os.environ if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "pretrain_gpt.py", *argv], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, program, *argv], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
-    return np.array(losses(folder))
+    records = [each for each in read_records(folder / "metrics.jsonl") if each["kind"] == "train"]
+    return [np.array([each[name] for each in records]) for name in ("lm loss", "grad norm")]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
 def test_a_gpu_has_the_losses_of_a_cpu(tmp_path, family):
     data = write_dataset(tmp_path / "numbers")
-    expected = run(data, tmp_path / "cpu", family, gpu=False)
-    exact = run(data, tmp_path / "gpu", family, gpu=True)
-    half = run(data, tmp_path / "half", family, "--bf16", gpu=True)
-    assert expected[-1] < expected[0] - 0.1  # it learns, so that wrong gradients would show
-    np.testing.assert_allclose(exact, expected, rtol=2e-4)
-    np.testing.assert_allclose(half, expected, rtol=2e-2)
+    expected, norms = run(data, tmp_path / "cpu", family, gpu=False)
+    if family in FAMILIES:
+        assert expected[-1] < expected[0] - 0.1  # it learns, so that wrong gradients would show
+    for flags, rtol in ([], 2e-4), (["--bf16"], 2e-2):
+        found, found_norms = run(data, tmp_path / f"gpu{len(flags)}", family, *flags, gpu=True)
+        np.testing.assert_allclose(found, expected, rtol=rtol)
+        np.testing.assert_allclose(found_norms, norms, rtol=5 * rtol)

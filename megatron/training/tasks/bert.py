@@ -143,10 +143,10 @@ class BertTask(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Its text has any length up to the longest."""
+        """Its text may be a short one."""
         length = self.cfg.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
-        used = np.arange(length) < generator.integers(length // 4, length + 1)
+        used = np.arange(length) < self.random_length(generator, length)
         mask = (generator.random(length) < 0.3) & used
         return {
             "text": text,

@@ -41,6 +41,12 @@ class LanguageModelTask(Task):
         """A sample of random tokens in the form of the data set's, of which some count in the loss."""
         raise NotImplementedError
 
+    def random_length(self, generator: np.random.Generator, longest: int) -> int:
+        """Tokens of a text before its padding; as in the data sets, --short-seq-prob of them are shorter."""
+        if generator.random() >= self.cfg.short_seq_prob:
+            return longest
+        return int(generator.integers(longest // 4, longest + 1))
+
 
 class RandomSamples:
     """``length`` random samples of a task, every one a function of ``first`` + its index alone."""

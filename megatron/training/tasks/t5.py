@@ -108,9 +108,9 @@ class T5Task(LanguageModelTask):
         return output, partial(self.loss_func, batch)
 
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
-        """Encoder and decoder have any lengths up to the longest."""
+        """Either of its texts may be a short one."""
         encoder, decoder = self.cfg.seq_length, self.cfg.decoder_seq_length
-        used, written = (np.arange(length) < generator.integers(length // 4, length + 1)
+        used, written = (np.arange(length) < self.random_length(generator, length)
                          for length in (encoder, decoder))  # fmt: skip
         text, labels = generator.integers(0, self.vocab_size, (2, decoder))
         return {

@@ -53,6 +53,9 @@ def with_synthetic_data(task_class: type[LanguageModelTask], vocab_size: int) ->
         def vocab_size(self) -> int:
             return vocab_size
 
+        def random_length(self, generator: np.random.Generator, longest: int) -> int:
+            return int(generator.integers(longest // 4, longest + 1))  # every batch has padding
+
         def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
             return SyntheticSamples(self, 1 << 20), None, None
 

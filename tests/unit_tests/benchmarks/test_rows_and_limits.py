@@ -16,7 +16,8 @@ CEILINGS = roofline.load_ceilings()
 
 def config_of(name, **how):
     row, _ = rows.split_name(name)
-    return resolve(parse_args([*rows.flags_of(name, **how), "--train-iters", "9"]), row.gpus, gpus=True)
+    words = [*rows.flags_of(name, **how), "--train-iters", "9"]
+    return resolve(parse_args(words, model_family=row.family), row.gpus, gpus=True)
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
