@@ -1,4 +1,4 @@
-"""Training speed through the entry scripts themselves: one command per row of the speed table, profile and limits included.
+"""Training speed through the entry scripts themselves: a command per row of the speed table, with profile and limits.
 
     python benchmarks/bench_training.py one                     # one row
     python benchmarks/bench_training.py dp4 tp4-sp one+te       # some; + adds a named variant

@@ -194,7 +194,8 @@ def analyse(name: str, trace: Path, settings: Settings) -> dict[str, Any]:
     """The profile of a trace file of a row, and its distance from the limits."""
     row, _ = split_name(name)
     words = flags_of(name, extra=settings.extra, smoke=settings.smoke)
-    cfg = resolve(parse_args([*words, "--train-iters", "1"], model_family=row.family), row.gpus, gpus=not settings.smoke)
+    given = parse_args([*words, "--train-iters", "1"], model_family=row.family)
+    cfg = resolve(given, row.gpus, gpus=not settings.smoke)
     found = step_trace.profile(step_trace.read_events(trace), roofline.weight_shapes(cfg, cfg.vocab_size))
     if found is None:
         return {"profile": None}

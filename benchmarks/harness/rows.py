@@ -1,6 +1,6 @@
 """The rows of the speed table, as data: what is trained on how many GPUs, and named changes to any row. Torch-free.
 
-A row is measured as ``row`` or ``row+variant`` or ``row+variant+variant``; each is one fresh job of its family's entry script.
+A row is measured as ``row`` or ``row+variant`` or ``row+variant+variant``; each is one fresh job of an entry script.
 """
 
 from __future__ import annotations
