@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ class PackedSeqParams:
     """``cu_seqlens_q`` on the host: reading it from a GPU would wait for it."""
     key_bounds: tuple[int, ...] | None = None
     """The same of ``cu_seqlens_kv``, where keys are of another sequence than queries."""
+    _split: tuple[int, PackedSeqParams | None] | None = field(default=None, repr=False, compare=False)
+    """What :meth:`whole_rows` found: all layers ask."""
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, length: int) -> PackedSeqParams:
@@ -93,6 +95,34 @@ class PackedSeqParams:
             self.bounds = tuple(self.cu_seqlens_q.tolist())
         return self.bounds
 
+    def whole_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
+        """How many of the ``batch`` rows at the front are one document each, and the documents of the others, None
+        where none are left. (0, all) where the boundaries are on a device alone: reading them would wait."""
+        if self.bounds is None or self.cu_seqlens_q is None:
+            return 0, self
+        if self._split is None:
+            self._split = self._whole_rows(batch)
+        return self._split
+
+    def _whole_rows(self, batch: int) -> tuple[int, PackedSeqParams | None]:
+        bounds = self.all_bounds()
+        assert bounds is not None and self.cu_seqlens_q is not None and self.cu_seqlens_k is not None
+        lengths = [each[-1] // batch for each in bounds]
+        whole = min(
+            next((place // length for place in each if place % length), batch) for each, length in zip(bounds, lengths)
+        )
+        start = tuple(whole * length for length in lengths)
+        # empty documents share a boundary: the last that both sides have there
+        first = max((index for index, pair in enumerate(zip(*bounds)) if pair == start), default=0)
+        if whole == batch or not first:
+            return (whole, None) if whole == batch else (0, self)
+        queries, keys = self.cu_seqlens_q[first:] - start[0], self.cu_seqlens_k[first:] - start[1]
+        of_queries, of_keys = (tuple(x - x0 for x in each[first:]) for each, x0 in zip(bounds, start))
+        rest = replace(
+            self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys, _split=None
+        )
+        return whole, rest
+
     def check(self, batch: int, length: int) -> None:
         """ValueError unless the documents are all tokens of ``batch`` rows of ``length``, none of them in two rows; on
         GPUs a device assertion, which does not wait. Kernels leave gradients of other tokens as memory was."""
@@ -101,7 +131,9 @@ class PackedSeqParams:
             return
         rows = torch.arange(0, batch * length + 1, length, device=bounds.device)
         ends = (bounds[0] == 0) & (bounds[-1] == batch * length)
-        fits = ends & (bounds.diff() >= 0).all() & torch.isin(rows, bounds).all()
+        # not isin, which sorts out duplicates and waits for how many are left
+        starts = bounds[torch.searchsorted(bounds, rows).clamp(max=len(bounds) - 1)] == rows
+        fits = ends & (bounds.diff() >= 0).all() & starts.all()
         if bounds.is_cuda:
             torch._assert_async(fits)
         elif not fits:

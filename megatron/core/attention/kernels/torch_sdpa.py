@@ -14,6 +14,7 @@ import functools
 import logging
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -109,6 +110,22 @@ class TorchAttention(FlashKernel):
         if flash and self.name == "flash" and mask.visibility.window is not None and mask.hidden is None:
             return super().attend(query, key, value, mask)
         return self._rows(query, key, value, mask)
+
+    def _documents(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """Rows of one document each at the front go to cuDNN: as fast again, and nothing is copied on the way."""
+        assert mask.documents is not None
+        batch = query.shape[1]
+        if self.name != "cudnn" or not cudnn_takes_lengths(len(query), len(key)):
+            return super()._documents(query, key, value, mask)
+        whole, others = mask.documents.whole_rows(batch)
+        if others is None:
+            return self._rows(query, key, value, replace(mask, documents=None))
+        if not whole:
+            return super()._documents(query, key, value, mask)
+        queries, keys, values = (x.split([whole, batch - whole], dim=1) for x in (query, key, value))
+        front = self._rows(queries[0], keys[0], values[0], replace(mask, documents=None))
+        rest = super()._documents(queries[1], keys[1], values[1], replace(mask, documents=others))
+        return torch.cat((front, rest), dim=1)
 
     def _document_by_document(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
         """One call per document."""
