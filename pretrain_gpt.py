@@ -4,26 +4,13 @@ What is specific to GPT is a task: its model, data sets, batch, forward step and
 """
 
 import sys
-from collections.abc import Callable
 
-from megatron.training.arguments import exit_on_config_error, parse_args
-from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.report.dry_run import preflight
+from megatron.training import entry
 
 
-def main(program: str = "pretrain_gpt.py", check: Callable[[PretrainConfig], None] = lambda cfg: None) -> int:
-    """Parse first: ``--help`` and bad flags answer before torch is loaded. ``check`` raises for what ``program`` does
-    not take besides."""
-    with exit_on_config_error(program):
-        cfg = parse_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-        check(cfg)
-        if preflight(cfg):
-            return 0
-
-    from megatron.training.run import run
-    from megatron.training.tasks.gpt import GPTTask
-
-    return run(cfg, GPTTask)
+def main() -> int:
+    """Parses the command line, then runs ``GPTTask``."""
+    return entry.main("pretrain_gpt.py", "gpt", tokenizer_type="GPT2BPETokenizer")
 
 
 if __name__ == "__main__":

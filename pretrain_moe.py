@@ -6,8 +6,8 @@
 import sys
 
 from megatron.core.config.cli import ConfigError, Problem
+from megatron.training import entry
 from megatron.training.config.pretrain_config import PretrainConfig
-from pretrain_gpt import main
 
 
 def experts_are_given(cfg: PretrainConfig) -> None:
@@ -17,4 +17,4 @@ def experts_are_given(cfg: PretrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main("pretrain_moe.py", experts_are_given))
+    sys.exit(entry.main("pretrain_moe.py", "gpt", tokenizer_type="GPT2BPETokenizer", check=experts_are_given))

@@ -62,11 +62,11 @@ def main(argv: list[str]) -> int:
     options, flags = own.parse_known_args(argv)
     with exit_on_config_error("unigram_baseline.py"):
         cfg = validate_args(parse_args(flags, model_family=PROGRAMS[options.program]), world_size=1)
-    from megatron.training.tasks.language_model import task_of
+    from megatron.training.tasks.language_model import task_class
 
     tokenizer = build_tokenizer(cfg)
     _, num_valid, _ = samples_per_split(cfg)
-    train, valid, _ = task_of(cfg, tokenizer).train_valid_test_datasets_provider((1, num_valid, 0))
+    train, valid, _ = task_class(cfg.model_family)(cfg, tokenizer).train_valid_test_datasets_provider((1, num_valid, 0))
     num_valid = num_valid or len(valid)
     baseline = unigram_loss(token_counts(train, tokenizer.vocab_size), valid, num_valid)
     print(f"unigram model of the training tokens: validation loss {baseline:.4f} (perplexity {np.exp(baseline):.1f})")

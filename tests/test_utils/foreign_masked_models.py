@@ -47,7 +47,7 @@ class Family:
     settings: dict
     flags: str
     length: int = LENGTH
-    """Of what the output layer sees."""
+    """Tokens that the output layer sees."""
 
     @property
     def is_t5(self) -> bool:

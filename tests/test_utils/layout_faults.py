@@ -72,13 +72,14 @@ def doubled_half(rank):
 
 
 def _other_branches(of_last_stage):
-    where = module("megatron.core.models.gpt.gpt_model").GPTModel
-    correct = where._build
+    where = module("megatron.core.models.gpt.gpt_model")
+    correct = where.TransformerBlock
 
-    def other(self, spec, branches, *rest):
-        correct(self, spec, of_last_stage(branches) if self.post_process else branches, *rest)
+    def other(*arguments, branches, post_layer_norm, **others):
+        own = of_last_stage(branches) if post_layer_norm else branches
+        return correct(*arguments, branches=own, post_layer_norm=post_layer_norm, **others)
 
-    return mock.patch.object(where, "_build", other)
+    return mock.patch.object(where, "TransformerBlock", other)
 
 
 def loss_is_a_mean_of_means(rank):

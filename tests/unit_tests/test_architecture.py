@@ -66,6 +66,7 @@ TRAINING = {
     "run":
         "core arguments checkpoint checks components config data evaluate exits hooks initialize report start tasks "
         "train_state trainer watchdog",
+    "entry": "arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }
 

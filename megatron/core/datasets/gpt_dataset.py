@@ -147,9 +147,8 @@ class GPTDataset(MegatronDataset):
         documents = self.document_index[first : last + 1]
         filled = self.dataset.gather(documents, offset, text)
         text[filled:] = self._pad
-        # as unsigned, negative ids are the largest: one pass finds both kinds
-        if self._vocab_size is not None and filled and int(text[:filled].view(np.uint64).max()) >= self._vocab_size:
-            self._refuse_token(text[:filled], documents, offset)
+        if self._vocab_size is not None:
+            self.check_tokens(text[:filled], self._vocab_size, documents, offset)
         return text, filled
 
     def _add_document_boundaries(self, sample: dict[str, Any]) -> None:
@@ -172,19 +171,6 @@ class GPTDataset(MegatronDataset):
             sample["loss_mask"][padded] = 0.0
             sample["labels"][padded] = 0
         sample["tokens"][sample["tokens"] == self._pad] = 0
-
-    def _refuse_token(self, text: np.ndarray, documents: np.ndarray, offset: int) -> None:
-        assert self._vocab_size is not None
-        where = int(np.flatnonzero(text.view(np.uint64) >= self._vocab_size)[0])
-        lengths = self.dataset.sequence_lengths[documents].astype(np.int64)
-        lengths[0] -= offset
-        part = int(np.searchsorted(np.cumsum(lengths), where, side="right"))
-        inside = where - int(lengths[:part].sum()) + (offset if part == 0 else 0)
-        raise UserError(
-            f"{self.dataset_path}: token id {int(text[where])} in document {int(documents[part])} at token {inside} is "
-            f"not below the vocabulary size {self._vocab_size}: the data was made with another tokenizer. Preprocess "
-            "it with this run's tokenizer, or give this run the tokenizer of the data"
-        )
 
     def _count_tokens(self) -> int:
         lengths, count = self.dataset.sequence_lengths, len(self.indices)

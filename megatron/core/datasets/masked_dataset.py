@@ -148,6 +148,8 @@ class MaskedWordPieceDataset(MegatronDataset):
             type(self).__name__, index_split.name, dataset_path, len(indexed_indices), len(self), self.num_epochs,
         )  # fmt: skip
 
+    sequence_name = "sentence"
+
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
         return len(low_level_dataset.document_indices) - 1
@@ -187,17 +189,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         """The tokens of sample ``idx`` int64[n], the lengths of its sentences, and its target length."""
         first, end, target = self.sample_index[idx].tolist()
         tokens = self.dataset.joined(first, end).astype(np.int64)
-        lengths = self.dataset.sequence_lengths[first:end]
-        # as unsigned, negative ids are the largest: one pass finds both kinds
-        if len(tokens) and int(tokens.view(np.uint64).max()) >= self.vocab_size:
-            where = int(np.flatnonzero(tokens.view(np.uint64) >= self.vocab_size)[0])
-            sentence = first + int(np.searchsorted(np.cumsum(lengths), where, side="right"))
-            raise UserError(
-                f"{self.dataset_path}: token id {int(tokens[where])} in sentence {sentence} is not below the "
-                f"vocabulary size {self.vocab_size}: the data was made with another tokenizer. Preprocess it with this "
-                "run's tokenizer, or give this run the tokenizer of the data"
-            )
-        return tokens, lengths, target
+        self.check_tokens(tokens, self.vocab_size, range(first, end))
+        return tokens, self.dataset.sequence_lengths[first:end], target
 
     def padded(self, values: Any, length: int, filler: int = 0) -> np.ndarray:
         """``values`` as int64[length]; what the tokenizer pads with becomes 0, which every embedding has."""

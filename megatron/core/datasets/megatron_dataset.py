@@ -29,6 +29,9 @@ class MegatronDataset(ABC):
         config: the configuration.
     """
 
+    sequence_name = "document"
+    """What the low-level data set holds one after another."""
+
     num_epochs = 1
     """Passes over the documents that ``len(self)`` samples take."""
 
@@ -88,6 +91,22 @@ class MegatronDataset(ABC):
         }
         folder = self.config.path_to_cache or os.path.join(prefix, "cache", f"{name}_indices")
         return IndexCache(folder, f"{name}-{self.index_split.name}", identity, layout, bounds)
+
+    def check_tokens(self, tokens: np.ndarray, vocab_size: int, sequences: Any, offset: int = 0) -> None:
+        """Refuses ids int64[n] outside of the vocabulary. They are of the low-level data set's ``sequences``, from
+        token ``offset`` of the first on."""
+        # as unsigned, negative ids are the largest: one pass finds both kinds
+        if not len(tokens) or int(tokens.view(np.uint64).max()) < vocab_size:
+            return
+        where = int(np.flatnonzero(tokens.view(np.uint64) >= vocab_size)[0])
+        ends = np.cumsum(self.dataset.sequence_lengths[np.asarray(sequences)].astype(np.int64)) - offset
+        part = int(np.searchsorted(ends, where, side="right"))
+        inside = where - int(ends[part - 1] if part else -offset)
+        raise UserError(
+            f"{self.dataset_path}: token id {int(tokens[where])} in {self.sequence_name} {int(sequences[part])} at "
+            f"token {inside} is not below the vocabulary size {vocab_size}: the data was made with another tokenizer. "
+            "Preprocess it with this run's tokenizer, or give this run the tokenizer of the data"
+        )
 
     @staticmethod
     @abstractmethod

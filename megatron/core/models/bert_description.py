@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.attention.description import describe_attention
 from megatron.core.description.model import (
     Config,
     LayerPlace,
@@ -17,8 +16,6 @@ from megatron.core.description.model import (
     activation_bytes,
     gemm,
     norm,
-    one_piece,
-    residual_branch,
     stream_elements,
 )
 from megatron.core.models.common.description import (
@@ -26,10 +23,10 @@ from megatron.core.models.common.description import (
     Vocabulary,
     describe_embedding,
     describe_head,
+    encoder_layer,
     layer_descriptions,
     word_tables,
 )
-from megatron.core.transformer.mlp_description import describe_mlp
 
 
 def describe_bert(
@@ -48,7 +45,7 @@ def describe_bert(
     """
     word, output = word_tables(config, vocabulary)
     rotary, layers = position_embedding_type in ("rope", "yarn"), []
-    for index, describe in enumerate(layer_descriptions(spec, config.num_layers, _encoder_layer)):
+    for index, describe in enumerate(layer_descriptions(spec, config.num_layers, encoder_layer)):
         branches = describe(config, LayerPlace(index + 1, seq_length, rotary, causal=False))
         layers.append(tuple(branch.under(f"encoder.layers.{index}.") for branch in branches))
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
@@ -57,15 +54,6 @@ def describe_bert(
         types = Param("embedding.tokentype_embeddings.weight", (num_tokentypes, config.hidden_size))
         embedding = replace(embedding, params=(*embedding.params, types))
     return ModelDescription(embedding, tuple(layers), _heads(config, output, seq_length, add_binary_head))
-
-
-def _encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    attention, mlp = describe_attention(config, place), describe_mlp(config, place)
-    branches = (
-        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
-        residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
-    )
-    return (one_piece(branches),) if config.use_parallel_residual else branches
 
 
 def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piece:

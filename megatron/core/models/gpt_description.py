@@ -18,13 +18,12 @@ from megatron.core.description.model import (
     activation_bytes,
     gemm,
     norm,
-    one_piece,
-    residual_branch,
     stream_elements,
 )
 from megatron.core.models.common.description import (
     SETTINGS,
     Vocabulary,
+    attention_and_feed_forward,
     describe_embedding,
     describe_head,
     layer_descriptions,
@@ -68,12 +67,7 @@ def describe_gpt(
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     describe = describe_latent_attention if config.multi_latent_attention else describe_attention
-    attention, mlp = describe(config, place), describe_feed_forward(config, place)
-    branches = (
-        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
-        residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
-    )
-    return (one_piece(branches),) if config.use_parallel_residual else branches
+    return attention_and_feed_forward(config, describe(config, place), describe_feed_forward(config, place))
 
 
 def _prediction(

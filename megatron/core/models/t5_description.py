@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.core.attention.description import describe_attention, describe_cross_attention
+from megatron.core.attention.description import describe_cross_attention
 from megatron.core.description.model import (
     Config,
     LayerPlace,
@@ -24,10 +24,10 @@ from megatron.core.models.common.description import (
     Vocabulary,
     describe_embedding,
     describe_head,
+    encoder_layer,
     layer_descriptions,
     word_tables,
 )
-from megatron.core.transformer.mlp_description import describe_mlp
 
 OWN_SETTINGS = ("decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance")
 ENCODER_LAYER = ("attention", "feed-forward")
@@ -80,7 +80,7 @@ def _layers(
     config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]
 ) -> Iterator[tuple[Piece, ...]]:  # fmt: skip
     """Those of the encoder, the last with the norm behind it, then those of the decoder, numbered on."""
-    for index, describe in enumerate(layer_descriptions(specs[0], config.num_layers, _encoder_layer)):
+    for index, describe in enumerate(layer_descriptions(specs[0], config.num_layers, encoder_layer)):
         layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
         own = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)
         if index == config.num_layers - 1:
@@ -93,22 +93,12 @@ def _layers(
         yield tuple(branch.under(f"decoder.layers.{index}.").per_token_of(sizes.share) for branch in layer)
 
 
-def _encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    attention, mlp = describe_attention(config, place), describe_mlp(config, place)
-    return (
-        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
-        residual_branch(mlp, config, name="mlp", norm_name="pre_mlp_layernorm"),
-    )
-
-
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    attention, mlp = _encoder_layer(config, place)
-    cross = describe_cross_attention(config, place)
-    return (
-        attention,
-        residual_branch(cross, config, name="cross_attention", norm_name="pre_cross_attn_layernorm"),
-        mlp,
+    attention, mlp = encoder_layer(config, place)
+    cross = residual_branch(
+        describe_cross_attention(config, place), config, name="cross_attention", norm_name="pre_cross_attn_layernorm"
     )
+    return attention, cross, mlp
 
 
 def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:

@@ -16,16 +16,13 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
-from megatron.training.data.datasets import check_tokenizer_of_data, data_source_options
+from megatron.training.data.batch import get_batch_on_this_cp_rank
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples
-from megatron.training.tasks.gpt import packed_documents
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data
+from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
 LONGEST_NGRAM = 3
 
@@ -46,21 +43,8 @@ class BertTask(LanguageModelTask):
             config=config,
             num_tokentypes=2 if cfg.bert_binary_head else 0,
             transformer_layer_spec=get_bert_block_spec(config, cfg.transformer_impl == "transformer_engine"),
-            vocab_size=self.vocab_size,
-            max_sequence_length=cfg.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
-            position_embedding_type=cfg.position_embedding_type,  # type: ignore[arg-type]  # the rules refuse the others
-            rotary_percent=cfg.rotary_percent,
-            rotary_base=cfg.rotary_base,
-            seq_len_interpolation_factor=cfg.rotary_seq_len_interpolation_factor,
+            **self.model_arguments(pre_process, post_process, vp_stage),
             add_binary_head=cfg.bert_binary_head,
-            seed=cfg.seed,
-            make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
-            groups=parallel_state.get_process_groups(),
-            branches=self.branches(vp_stage or 0),
-            vp_stage=vp_stage,
         )
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
@@ -69,16 +53,11 @@ class BertTask(LanguageModelTask):
         if cfg.mock_data:
             return mock_data(self, num_samples)
         config = BERTMaskedWordPieceDatasetConfig(
-            **data_source_options(cfg, self.tokenizer),
-            masking_probability=cfg.mask_prob,
-            short_sequence_probability=cfg.short_seq_prob,
+            **self.masking_options(),
             masking_max_ngram=LONGEST_NGRAM,
-            masking_do_full_word=True,
             classification_head=cfg.bert_binary_head,
         )
-        check_tokenizer_of_data(config, self.tokenizer)
-        kind = BERTMaskedWordPieceDataset
-        return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
+        return self.datasets(BERTMaskedWordPieceDataset, config, num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
         """The same micro-batches, of which it is known how many masked tokens and pairs all ranks have together: the
@@ -94,29 +73,21 @@ class BertTask(LanguageModelTask):
         self.pair_weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # at least 1: as ``mean_factor``
         return iter(batches)
 
-    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
+    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, sample_index [b]; bounds of
-        tokens and padding (``cu_seqlens``) where there is padding. Under context parallelism this rank's tokens."""
+        tokens and padding (``documents``), None without padding. Under context parallelism this rank's tokens."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
         lengths = batch.pop("padding_mask").sum(1)
         batch["labels"] = batch["labels"].clamp(min=0)
         length = batch["text"].shape[1]
-        batch = get_batch_on_this_cp_rank(batch)
-        on_device = to_device(batch, training_device())
-        if int(lengths.min()) < length:
-            bounds = PackedSeqParams.of_lengths(lengths, length).cu_seqlens_q
-            assert bounds is not None
-            on_device["cu_seqlens"] = bounds.to(training_device(), non_blocking=True)
-            on_device["document_bounds"] = bounds
-        return on_device
+        documents = PackedSeqParams.of_lengths(lengths, length) if int(lengths.min()) < length else None
+        return on_device(get_batch_on_this_cp_rank(batch), documents)
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum of the losses of masked tokens and, weighted by :attr:`pair_weight`, of the order of pairs. ``output``:
         losses [b, s], and logits [b, 2] or None."""
         losses, binary_logits = output
-        mask = batch["loss_mask"].to(losses.dtype)
-        loss, num_tokens = (losses * mask).sum(), mask.sum()
-        report = {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+        loss, num_tokens, report = super().loss_func(batch, losses)
         if binary_logits is not None:
             order, pairs = self._order_loss(batch, binary_logits)
             report["sop loss"] = torch.stack([order.detach().double(), pairs.double()])
@@ -137,7 +108,7 @@ class BertTask(LanguageModelTask):
             batch["text"],
             tokentype_ids=batch["types"],
             lm_labels=batch["labels"],
-            packed_seq_params=packed_documents(batch),
+            packed_seq_params=batch["documents"],
             sample_index=batch["sample_index"],
         )
         return output, partial(self.loss_func, batch)

@@ -7,18 +7,44 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron.core import parallel_state
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.description.model import ModelDescription
 from megatron.core.pipeline_parallel.stages import pipeline_stages
-from megatron.training.config.pretrain_config import PretrainConfig
+from megatron.training.data.batch import to_device
+from megatron.training.data.datasets import NumSamples, check_tokenizer_of_data, data_source_options
+from megatron.training.initialize import training_device
 from megatron.training.model_description import describe_run
 from megatron.training.tasks.base import Task
 
 
 class LanguageModelTask(Task):
     """A model that ``model_description.py`` describes, on tokens."""
+
+    def model_arguments(self, pre_process: bool, post_process: bool, vp_stage: int | None) -> dict[str, Any]:
+        """What the constructors of all models take, but the configuration and the specs of layers."""
+        cfg = self.cfg
+        return {
+            "vocab_size": self.vocab_size,
+            "max_sequence_length": cfg.max_position_embeddings,
+            "pre_process": pre_process,
+            "post_process": post_process,
+            "share_embeddings_and_output_weights": not cfg.untie_embeddings_and_output_weights,
+            "position_embedding_type": cfg.position_embedding_type,
+            "rotary_percent": cfg.rotary_percent,
+            "rotary_base": cfg.rotary_base,
+            "seq_len_interpolation_factor": cfg.rotary_seq_len_interpolation_factor,
+            "seed": cfg.seed,
+            "make_vocab_size_divisible_by": cfg.make_vocab_size_divisible_by,
+            "groups": parallel_state.get_process_groups(),
+            "branches": self.branches(vp_stage or 0),
+            "vp_stage": vp_stage,
+        }
 
     def branches(self, vp_stage: int) -> range:
         """Branches of this rank's model chunk; unlike the model, the task knows the length of training sequences."""
@@ -37,6 +63,26 @@ class LanguageModelTask(Task):
         """The model of the flags."""
         return describe_run(self.cfg, self.vocab_size)
 
+    def datasets(self, kind: Any, config: Any, num_samples: NumSamples) -> tuple[Any, ...]:
+        """Data sets of a ``kind``, blended and split, whose tokenizer is that of the data."""
+        check_tokenizer_of_data(config, self.tokenizer)
+        return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
+
+    def masking_options(self) -> dict[str, Any]:
+        """What data sets with masked words have in common."""
+        return {
+            **data_source_options(self.cfg, self.tokenizer),
+            "masking_probability": self.cfg.mask_prob,
+            "short_sequence_probability": self.cfg.short_seq_prob,
+            "masking_do_full_word": True,
+        }
+
+    def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Masked sum of the token losses ``output`` fp32 [b, s]."""
+        mask = batch["loss_mask"].to(output.dtype)
+        loss, num_tokens = (output * mask).sum(), mask.sum()
+        return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+
     def random_sample(self, generator: np.random.Generator) -> dict[str, Any]:
         """A sample of random tokens in the form of the data set's, of which some count in the loss."""
         raise NotImplementedError
@@ -46,6 +92,12 @@ class LanguageModelTask(Task):
         if generator.random() >= self.cfg.short_seq_prob:
             return longest
         return int(generator.integers(longest // 4, longest + 1))
+
+
+def on_device(batch: dict[str, Tensor], documents: PackedSeqParams | None = None) -> dict[str, Any]:
+    """A batch and the bounds of its ``documents`` on this rank's device."""
+    device = training_device()
+    return {**to_device(batch, device), "documents": documents and documents.on(device)}
 
 
 class RandomSamples:
@@ -77,11 +129,6 @@ TASKS = {
     "t5": ("megatron.training.tasks.t5", "T5Task"),
 }
 """By ``cfg.model_family``."""
-
-
-def task_of(cfg: PretrainConfig, tokenizer: Any = None) -> LanguageModelTask:
-    """The task of a run's settings."""
-    return task_class(cfg.model_family)(cfg, tokenizer)
 
 
 def task_class(model_family: str) -> type[LanguageModelTask]:

@@ -7,20 +7,15 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megatron.core import parallel_state
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
-from megatron.training.data.datasets import check_tokenizer_of_data, data_source_options
-from megatron.training.initialize import training_device
+from megatron.training.data.batch import get_batch_on_this_cp_rank
 from megatron.training.tasks.base import NumSamples
-from megatron.training.tasks.language_model import LanguageModelTask, mock_data
+from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
 LONGEST_NGRAM = 10
 
@@ -43,22 +38,9 @@ class T5Task(LanguageModelTask):
             encoder_config=config,
             transformer_encoder_layer_spec=encoder,
             transformer_decoder_layer_spec=decoder,
-            vocab_size=self.vocab_size,
-            max_sequence_length=cfg.max_position_embeddings,
-            pre_process=pre_process,
-            post_process=post_process,
-            share_embeddings_and_output_weights=not cfg.untie_embeddings_and_output_weights,
-            position_embedding_type=cfg.position_embedding_type,
-            rotary_percent=cfg.rotary_percent,
-            rotary_base=cfg.rotary_base,
-            seq_len_interpolation_factor=cfg.rotary_seq_len_interpolation_factor,
+            **self.model_arguments(pre_process, post_process, vp_stage),
             relative_attention_num_buckets=cfg.relative_attention_num_buckets,
             relative_attention_max_distance=cfg.relative_attention_max_distance,
-            seed=cfg.seed,
-            make_vocab_size_divisible_by=cfg.make_vocab_size_divisible_by,
-            groups=parallel_state.get_process_groups(),
-            branches=self.branches(vp_stage or 0),
-            vp_stage=vp_stage,
         )
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, ...]:
@@ -67,19 +49,14 @@ class T5Task(LanguageModelTask):
         if cfg.mock_data:
             return mock_data(self, num_samples)
         config = T5MaskedWordPieceDatasetConfig(
-            **data_source_options(cfg, self.tokenizer),
+            **self.masking_options(),
             sequence_length_decoder=cfg.decoder_seq_length,
-            masking_probability=cfg.mask_prob,
-            short_sequence_probability=cfg.short_seq_prob,
             masking_max_ngram=LONGEST_NGRAM,
-            masking_do_full_word=True,
             masking_use_geometric_distribution=True,
         )
-        check_tokenizer_of_data(config, self.tokenizer)
-        kind = T5MaskedWordPieceDataset
-        return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
+        return self.datasets(T5MaskedWordPieceDataset, config, num_samples)
 
-    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
+    def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """text_enc [b, e], text_dec, labels (0 in the padding), loss_mask [b, s], sample_index [b]; ``lengths`` [b], on
         the host: of the encoder before its padding. Under context parallelism this rank's tokens."""
         names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
@@ -87,13 +64,7 @@ class T5Task(LanguageModelTask):
         lengths = batch["enc_mask"].sum(1)
         own = get_batch_on_this_cp_rank({name: batch[name] for name in names})
         own["labels"] = own["labels"].clamp(min=0)
-        return {**to_device(own, training_device()), "lengths": lengths}
-
-    def loss_func(self, batch: dict[str, Tensor], output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum of the losses fp32 [b, s] of the decoder's tokens before the padding."""
-        mask = batch["loss_mask"].to(output.dtype)
-        loss, num_tokens = (output * mask).sum(), mask.sum()
-        return loss, num_tokens, {"lm loss": torch.stack([loss.detach().double(), num_tokens.double()])}
+        return {**on_device(own), "lengths": lengths}
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
         """Token losses of the next micro-batch."""

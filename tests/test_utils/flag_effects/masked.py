@@ -15,11 +15,11 @@ def of_samples(name):
 
     def asks(cfg):
         from megatron.core.tokenizers import build_tokenizer
-        from megatron.training.tasks import bert
+        from megatron.training.tasks import bert, language_model
 
         with (
-            mock.patch.object(bert, "BlendedMegatronDatasetBuilder") as builder,
-            mock.patch.object(bert, "check_tokenizer_of_data"),
+            mock.patch.object(language_model, "BlendedMegatronDatasetBuilder") as builder,
+            mock.patch.object(language_model, "check_tokenizer_of_data"),
         ):
             builder.return_value.build.return_value = []
             bert.BertTask(cfg, build_tokenizer(cfg)).train_valid_test_datasets_provider((1, 1, 1))

@@ -104,7 +104,7 @@ def _task_class(run):
             of = {name: value.tolist() for name, value in batch.items() if isinstance(value, torch.Tensor)}
             run.batches.append(
                 Batch(self._training(), of["sample_index"], of["tokens"], of["labels"], of["loss_mask"],
-                      of["position_ids"], of.get("cu_seqlens"))
+                      of["position_ids"], batch["documents"] and list(batch["documents"].document_bounds()))
             )  # fmt: skip
             return batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.models.backends import get_backend
-from megatron.core.models.common.layer_specs import layer_spec
+from megatron.core.models.common.layer_specs import encoder_spec, layer_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -24,7 +24,4 @@ def get_bert_layer_with_transformer_engine_spec() -> ModuleSpec:
 def get_bert_block_spec(config: TransformerConfig, use_transformer_engine: bool = False) -> TransformerBlockSubmodules:
     """One spec per layer of the whole model, and the final norm, as the configuration asks for them."""
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
-    layer = layer_spec(
-        backend, qk_layernorm=config.qk_layernorm, qk_l2_norm=config.qk_l2_norm, mask=AttnMaskType.padding
-    )
-    return TransformerBlockSubmodules([layer] * config.num_layers, backend.norm)
+    return encoder_spec(backend, config.num_layers, config.qk_layernorm, config.qk_l2_norm)

@@ -5,7 +5,6 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
@@ -13,17 +12,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.bert.heads import BertLMHead, Pooler
 from megatron.core.models.bert_description import describe_bert
-from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module import (
-    LanguageModule,
-    PositionEmbeddingType,
-    Positions,
-    Vocabulary,
-    construction_device,
-)
-from megatron.core.sharding.placement import initialize_parameters
+from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.tensor_parallel.layers import ReplicatedLinear
-from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -62,6 +52,9 @@ class BertModel(LanguageModule):
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
+            Positions(
+                max_sequence_length, position_embedding_type, rotary_percent, rotary_base, seq_len_interpolation_factor
+            ),
             pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
         )  # fmt: skip
         self.add_binary_head, self.parallel_output = add_binary_head, parallel_output
@@ -71,26 +64,12 @@ class BertModel(LanguageModule):
                 spec=transformer_layer_spec,
             )  # fmt: skip
             branches = self.branches_of_this_stage(described)
-        positions = Positions(
-            position_embedding_type, rotary_percent, rotary_base, None, seq_len_interpolation_factor
-        )
-        self.rotary_pos_emb = positions.rotary(config, max_sequence_length)
-        self.rotary_pos_emb_local = positions.local_rotary(config)
-        with torch.device(construction_device(config)):
-            if pre_process:
-                self.embedding = LanguageModelEmbedding(
-                    config, vocab_size, max_sequence_length, num_tokentypes=num_tokentypes,
-                    learned_positions=position_embedding_type == "learned_absolute",
-                    divisible_by=make_vocab_size_divisible_by, groups=self.groups,
-                )  # fmt: skip
+        with self.construction(num_tokentypes=num_tokentypes):
             self.encoder = TransformerBlock(
                 config, transformer_layer_spec, branches=branches, post_layer_norm=post_process, groups=self.groups
             )
             if post_process:
                 self._build_heads()
-            self.tie_over_stages()
-            if config.perform_initialization:
-                initialize_parameters(self, self.seed, self.groups)
 
     def _build_heads(self) -> None:
         config = self.config
@@ -128,25 +107,14 @@ class BertModel(LanguageModule):
         Raises:
             ValueError: padding that is not behind all tokens.
         """
-        batch, length = input_ids.shape
         if attention_mask is not None:
             packed_seq_params = PackedSeqParams.of_lengths(lengths_of_mask(attention_mask), attention_mask.shape[1])
-        if packed_seq_params is not None:
-            packed_seq_params.check(batch, length * self.groups.cp.size)
-        dropout = self.dropout_coordinates(batch, length, sample_index, input_ids.device)
+        context = self.forward_context(input_ids, sample_index, packed_seq_params)
         if self.pre_process:
-            position_ids = self.local_positions(length, input_ids.device).expand(batch, length)
-            hidden_states = self.embedding(input_ids, position_ids, dropout, tokentype_ids)
+            position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
+            hidden_states = self.embedding(input_ids, position_ids, context.dropout, tokentype_ids)
         else:
             hidden_states = self.received
-        rotary, rotary_local = (
-            None if each is None else each(length, input_ids.device, self.groups.cp)
-            for each in (self.rotary_pos_emb, self.rotary_pos_emb_local)
-        )
-        context = ForwardContext(
-            rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, packed_seq_params=packed_seq_params,
-            dropout=dropout,
-        )  # fmt: skip
         hidden_states = self.encoder(hidden_states, context)
         if not self.post_process:
             return hidden_states

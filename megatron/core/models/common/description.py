@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron.core.attention.description import describe_attention
 from megatron.core.description.model import (
     RESIDUAL_SETTINGS,
     Config,
@@ -19,8 +20,11 @@ from megatron.core.description.model import (
     activation_bytes,
     gemm,
     norm,
+    one_piece,
+    residual_branch,
     stream_elements,
 )
+from megatron.core.transformer.mlp_description import describe_mlp
 
 SETTINGS = (
     "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
@@ -52,6 +56,20 @@ def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -
     from megatron.core.transformer.transformer_block import layer_specs
 
     return [partial(describe_layer, each) for each in layer_specs(spec, num_layers)]
+
+
+def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: Piece) -> tuple[Piece, ...]:
+    """The branches of a layer, or their sum where they are parallel."""
+    branches = (
+        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
+        residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm"),
+    )
+    return (one_piece(branches),) if config.use_parallel_residual else branches
+
+
+def encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
+    """A layer of attention and one feed-forward network."""
+    return attention_and_feed_forward(config, describe_attention(config, place), describe_mlp(config, place))
 
 
 def word_tables(config: Config, vocabulary: Vocabulary) -> tuple[Param, Param]:

@@ -6,6 +6,8 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.attention.rotary import Llama3Scaling, RotaryEmbedding, latent_rotary, yarn_scaling
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
@@ -24,9 +27,10 @@ from megatron.core.models.common.language_model_embedding import LanguageModelEm
 from megatron.core.pipeline_parallel.stages import branches_of_layers, pipeline_stages
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
-from megatron.core.sharding.placement import ParameterSpec, Partial
+from megatron.core.sharding.placement import ParameterSpec, Partial, initialize_parameters
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.initial_values import embedding_init, weight_init
 from megatron.core.transformer.module import MegatronModule
 
@@ -34,7 +38,7 @@ PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 
 
 class LanguageModule(MegatronModule):
-    """Base of the models of this package; they set ``embedding`` and ``output_layer`` on the stages that have them.
+    """Base of the models of this package; they set ``output_layer`` on the stages that have it.
 
     Initial weights are functions of ``seed`` (``config.seed``) and their names; with ``config.perform_initialization``
     off, weights are zero and norms are the identity, for a checkpoint to fill. The model is built on
@@ -48,6 +52,7 @@ class LanguageModule(MegatronModule):
         self,
         config: TransformerConfig,
         vocabulary: Vocabulary,
+        positions: Positions,
         *,
         pre_process: bool,
         post_process: bool,
@@ -62,7 +67,8 @@ class LanguageModule(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
         self.share_embeddings_and_output_weights = vocabulary.shared
-        self.parallel_output = True
+        self.parallel_output, self.positions = True, positions
+        self.rotary_pos_emb, self.rotary_pos_emb_local = positions.rotary(config), positions.local_rotary(config)
         self.dropout_stream = DropoutStream(self.seed)
         self._stream_split = self.groups.stream(config.sequence_parallel)
         """Over which ranks the residual stream's positions are split."""
@@ -97,6 +103,26 @@ class LanguageModule(MegatronModule):
         """What :meth:`set_input_tensor` was given last."""
         assert self._input_tensor is not None, "set_input_tensor comes before forward on later pipeline stages"
         return self._input_tensor
+
+    # ---- construction
+
+    @contextmanager
+    def construction(
+        self, *, embedding: bool | None = None, num_tokentypes: int = 0, tie_embedding: bool = False
+    ) -> Iterator[None]:  # fmt: skip
+        """Where layers are built, behind the ``embedding`` (None: where :attr:`pre_process`): on the model's device.
+        At the end weights that two stages hold are marked (:meth:`tie_over_stages`), and all get their values."""
+        config, positions = self.config, self.positions
+        with torch.device(_construction_device(config)):
+            if self.pre_process if embedding is None else embedding:
+                self.embedding = LanguageModelEmbedding(
+                    config, self.vocab_size, positions.max_length, learned_positions=positions.are_learned,
+                    num_tokentypes=num_tokentypes, divisible_by=self.vocabulary.divisible_by, groups=self.groups,
+                )  # fmt: skip
+            yield
+            self.tie_over_stages(whole_embedding=tie_embedding)
+            if config.perform_initialization:
+                initialize_parameters(self, self.seed, self.groups)
 
     # ---- words
 
@@ -162,6 +188,22 @@ class LanguageModule(MegatronModule):
 
     # ---- positions
 
+    def forward_context(
+        self, input_ids: Tensor, sample_index: Tensor | None, documents: PackedSeqParams | None = None, **more: Any
+    ) -> ForwardContext:  # fmt: skip
+        """What layers know of tokens [b, s] of this rank, and ``more`` fields. ValueError: ``documents`` of others."""
+        (batch, length), device, cp = input_ids.shape, input_ids.device, self.groups.cp
+        if documents is not None:
+            documents.check(batch, length * cp.size)
+        rotary, rotary_local = (
+            None if each is None else each(length, device, cp)
+            for each in (self.rotary_pos_emb, self.rotary_pos_emb_local)
+        )
+        return ForwardContext(
+            rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, packed_seq_params=documents,
+            dropout=self.dropout_coordinates(batch, length, sample_index, device), **more,
+        )  # fmt: skip
+
     def local_positions(self, length: int, device: torch.device) -> Tensor:
         """Positions in whole sequences, int64, of this context-parallel rank's ``length`` tokens."""
         cp = self.groups.cp
@@ -186,7 +228,7 @@ class LanguageModule(MegatronModule):
         return sample_index
 
 
-def construction_device(config: TransformerConfig) -> torch.device:
+def _construction_device(config: TransformerConfig) -> torch.device:
     """Where a model is built."""
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
@@ -195,16 +237,22 @@ def construction_device(config: TransformerConfig) -> torch.device:
 
 @dataclass(frozen=True)
 class Positions:
-    """How tokens know their position."""
+    """How tokens know their position, in sequences of at most ``max_length``."""
 
+    max_length: int
     kind: str = "learned_absolute"
     """A :data:`PositionEmbeddingType`."""
     percent: float = 1.0
     base: float = 10000
-    llama3: Llama3Scaling | None = None
     interpolation: float | None = None
+    llama3: Llama3Scaling | None = None
 
-    def rotary(self, config: TransformerConfig, max_sequence_length: int) -> RotaryEmbedding | None:
+    @property
+    def are_learned(self) -> bool:
+        """Whether there is a vector for each of them."""
+        return self.kind == "learned_absolute"
+
+    def rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:
         """The rotary embedding; None for kinds without one.
 
         Raises:
@@ -219,7 +267,7 @@ class Positions:
         return RotaryEmbedding(
             config.kv_channels, self.percent, rotary_base=self.base, interpolation=self.interpolation,
             dtype=config.params_dtype,
-            scaling=yarn_scaling(config, max_sequence_length) if self.kind == "yarn" else self.llama3,
+            scaling=yarn_scaling(config, self.max_length) if self.kind == "yarn" else self.llama3,
         )  # fmt: skip
 
     def local_rotary(self, config: TransformerConfig) -> RotaryEmbedding | None:

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.norm import L2Norm
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 
@@ -71,3 +72,11 @@ def layer_spec(
             mlp=mlp,
         ),
     )
+
+
+def encoder_spec(
+    backend: Backend, num_layers: int, qk_layernorm: bool = False, qk_l2_norm: bool = False
+) -> TransformerBlockSubmodules:  # fmt: skip
+    """Layers whose tokens see all others of their sample, and the final norm."""
+    layer = layer_spec(backend, qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, mask=AttnMaskType.padding)
+    return TransformerBlockSubmodules([layer] * num_layers, backend.norm)

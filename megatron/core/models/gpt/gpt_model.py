@@ -17,18 +17,9 @@ from megatron.core.config.errors import UserError
 from megatron.core.config.moe import has_side_losses
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module import (
-    LanguageModule,
-    PositionEmbeddingType,
-    Positions,
-    Vocabulary,
-    construction_device,
-)
+from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.statistics import modules_with_statistics
-from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -80,6 +71,10 @@ class GPTModel(LanguageModule):
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
+            Positions(
+                max_sequence_length, position_embedding_type, rotary_percent, rotary_base, seq_len_interpolation_factor,
+                Llama3Scaling(rope_scaling_factor) if rope_scaling else None,
+            ),
             pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
         )  # fmt: skip
         if (mtp_block_spec is None) is not (config.mtp_num_layers is None):
@@ -99,40 +94,16 @@ class GPTModel(LanguageModule):
         self._loss_scale: Tensor | None = None
         self._masked_tokens: Tensor | None = None
         self._loss_is_checked = False
-        positions = Positions(
-            position_embedding_type, rotary_percent, rotary_base,
-            Llama3Scaling(rope_scaling_factor) if rope_scaling else None, seq_len_interpolation_factor,
-        )  # fmt: skip
-        self.rotary_pos_emb = positions.rotary(config, max_sequence_length)
-        self.rotary_pos_emb_local = positions.local_rotary(config)
-        with torch.device(construction_device(config)):
-            learned = position_embedding_type == "learned_absolute"
-            self._build(transformer_layer_spec, branches, learned, mtp_block_spec)
-            if config.perform_initialization:
-                initialize_parameters(self, self.seed, self.groups)
+        self.mtp, predicts_on = None, mtp_block_spec is not None
+        with self.construction(embedding=pre_process or (post_process and predicts_on), tie_embedding=predicts_on):
+            self.decoder = TransformerBlock(
+                config, transformer_layer_spec, branches=branches, post_layer_norm=post_process, groups=self.groups
+            )
+            if post_process:
+                self.output_layer = self.build_output_layer()
+                if mtp_block_spec is not None:
+                    self.mtp = MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)
         self._has_side_losses = any(modules_with_statistics([self]))
-
-    def _build(
-        self,
-        spec: ModuleSpec | TransformerBlockSubmodules,
-        branches: range,
-        learned_positions: bool,
-        mtp_spec: MultiTokenPredictionBlockSubmodules | None,
-    ) -> None:
-        config, self.mtp = self.config, None
-        if self.pre_process or (self.post_process and mtp_spec is not None):
-            self.embedding = LanguageModelEmbedding(
-                config, self.vocab_size, self.max_sequence_length, learned_positions=learned_positions,
-                divisible_by=self.vocabulary.divisible_by, groups=self.groups,
-            )  # fmt: skip
-        self.decoder = TransformerBlock(
-            config, spec, branches=branches, post_layer_norm=self.post_process, groups=self.groups
-        )
-        if self.post_process:
-            self.output_layer = self.build_output_layer()
-            if mtp_spec is not None:
-                self.mtp = MultiTokenPredictionBlock(config, mtp_spec, groups=self.groups)
-        self.tie_over_stages(whole_embedding=config.mtp_num_layers is not None)
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
         """What the main loss is multiplied by before its backward pass (0-d; None: 1), for losses inside the model."""
@@ -192,20 +163,15 @@ class GPTModel(LanguageModule):
         ``loss_mask`` [b, s]: which losses the caller sums up, for losses inside the model; those returned are of every
         token.
         """
-        batch, length = input_ids.shape
-        if packed_seq_params is not None:
-            packed_seq_params.check(batch, length * self.groups.cp.size)
-        dropout = self.dropout_coordinates(batch, length, sample_index, input_ids.device)
+        batch = len(input_ids)
+        side_losses = self._side_losses(batch, loss_mask, input_ids.device)
+        context = self.forward_context(
+            input_ids, sample_index, packed_seq_params, attention_mask=attention_mask, side_losses=side_losses
+        )
         if self.pre_process:
-            hidden_states = self.embedding(input_ids, position_ids, dropout)
+            hidden_states = self.embedding(input_ids, position_ids, context.dropout)
         else:
             hidden_states = self.received
-        rotary, rotary_local = (
-            None if each is None else each(length, input_ids.device, self.groups.cp)
-            for each in (self.rotary_pos_emb, self.rotary_pos_emb_local)
-        )
-        side_losses = self._side_losses(batch, loss_mask, input_ids.device)
-        context = ForwardContext(attention_mask, rotary, packed_seq_params, dropout, side_losses, rotary_local)
         hidden_states = self.decoder(hidden_states, context)
         if not self.post_process:
             return hidden_states
@@ -214,7 +180,7 @@ class GPTModel(LanguageModule):
         tokens = shifted_tokens(
             (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, packed_seq_params
         )
-        embeddings = [self.embedding(each.input_ids, each.position_ids, dropout) for each in tokens]
+        embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
         later = self.mtp(hidden_states, embeddings, context)
         # one call for all: where the weight is the embedding's, its gradient from here is then in ``main_grad`` before
         # any of the look-ups announces it

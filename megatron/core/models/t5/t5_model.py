@@ -18,17 +18,9 @@ from torch import Tensor, nn
 from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import ProcessGroups
-from megatron.core.models.common.language_model_embedding import LanguageModelEmbedding
-from megatron.core.models.common.language_module import (
-    LanguageModule,
-    PositionEmbeddingType,
-    Positions,
-    Vocabulary,
-    construction_device,
-)
+from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.models.common.relative_positions import RelativePositionEmbedding, position_bias
 from megatron.core.models.t5_description import EncoderDecoder, describe_t5
-from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.tensor_parallel.layers import VocabParallelOutput
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -95,12 +87,18 @@ class T5Model(LanguageModule):
         groups: ProcessGroups | None = None,
         branches: range | None = None,
     ) -> None:
+        relative = position_embedding_type == "relative"
         super().__init__(
             config,
             Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by),
+            Positions(
+                max_sequence_length, "none" if relative else position_embedding_type, rotary_percent, rotary_base,
+                seq_len_interpolation_factor,
+            ),
             pre_process=pre_process, post_process=post_process, seed=seed, groups=groups, vp_stage=vp_stage,
         )  # fmt: skip
         self.parallel_output, self.max_distance = parallel_output, relative_attention_max_distance
+        self.num_buckets = relative_attention_num_buckets if relative else 0
         specs = transformer_encoder_layer_spec, transformer_decoder_layer_spec
         depths = tuple(map(_depth, specs, (encoder_config, config)))
         length = max_sequence_length
@@ -110,18 +108,8 @@ class T5Model(LanguageModule):
         )  # fmt: skip
         if branches is None:
             branches = self.branches_of_this_stage(described)
-        self.num_buckets = relative_attention_num_buckets if position_embedding_type == "relative" else 0
-        kind = "none" if self.num_buckets else position_embedding_type
-        positions = Positions(kind, rotary_percent, rotary_base, None, seq_len_interpolation_factor)
-        self.rotary_pos_emb = positions.rotary(config, max_sequence_length)
         of_encoder = sum(map(len, described.costs.names[: depths[0]]))
-        with torch.device(construction_device(config)):
-            if pre_process:
-                self.embedding = LanguageModelEmbedding(
-                    config, vocab_size, max_sequence_length,
-                    learned_positions=position_embedding_type == "learned_absolute",
-                    divisible_by=make_vocab_size_divisible_by, groups=self.groups,
-                )  # fmt: skip
+        with self.construction():
             if pre_process and self.num_buckets:
                 tables = (RelativePositionEmbedding(config, self.num_buckets, groups=self.groups) for _ in range(2))
                 self.encoder_relative_pos_emb, self.decoder_relative_pos_emb = tables
@@ -137,9 +125,6 @@ class T5Model(LanguageModule):
             )  # fmt: skip
             if post_process:
                 self.lm_head = T5LMHead(self.build_output_layer(bias=share_embeddings_and_output_weights))
-            self.tie_over_stages()
-            if config.perform_initialization:
-                initialize_parameters(self, self.seed, self.groups)
 
     @property
     def output_layer(self) -> VocabParallelOutput:  # type: ignore[override]
@@ -188,10 +173,7 @@ class T5Model(LanguageModule):
         (batch, length), (_, target_length) = encoder_input_ids.shape, decoder_input_ids.shape
         device = encoder_input_ids.device
         samples = self.samples(batch, sample_index, device)
-        source, target = (ForwardContext(
-            rotary_pos_emb=None if self.rotary_pos_emb is None else self.rotary_pos_emb(each, device, self.groups.cp),
-            dropout=self.dropout_coordinates(batch, each, samples, device),
-        ) for each in (length, target_length))  # fmt: skip
+        source, target = (self.forward_context(ids, samples) for ids in (encoder_input_ids, decoder_input_ids))
         if encoder_lengths is not None:
             whole, whole_target = (each * self.groups.cp.size for each in (length, target_length))
             own, keys = _documents(encoder_lengths, whole, whole_target, device)

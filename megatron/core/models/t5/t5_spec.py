@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from megatron.core.attention.dot_product_attention import BiasedAttention, CoreAttention
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.enums import AttnMaskType
 from megatron.core.models.backends import Backend, get_backend
-from megatron.core.models.common.layer_specs import layer_spec
+from megatron.core.models.common.layer_specs import encoder_spec, layer_spec
 from megatron.core.transformer.cross_attention import CrossAttention, CrossAttentionSubmodules
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -17,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 def get_t5_encoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
     """An encoder from torch alone."""
-    return _encoder(get_backend("local"), num_layers)
+    return encoder_spec(get_backend("local"), num_layers)
 
 
 def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSubmodules:
@@ -28,7 +27,7 @@ def get_t5_decoder_with_local_block_spec(num_layers: int) -> TransformerBlockSub
 def get_t5_encoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
     """An encoder of Transformer Engine modules; ValueError with the command that installs the package where it is
     missing."""
-    return _encoder(get_backend("transformer_engine"), num_layers)
+    return encoder_spec(get_backend("transformer_engine"), num_layers)
 
 
 def get_t5_decoder_with_transformer_engine_block_spec(num_layers: int) -> TransformerBlockSubmodules:
@@ -45,14 +44,7 @@ def get_t5_block_specs(
     if relative_positions:
         backend = replace(backend, core_attention=BiasedAttention)
     norms = config.qk_layernorm, config.qk_l2_norm
-    return _encoder(backend, config.num_layers, *norms), _decoder(backend, decoder_num_layers, *norms)
-
-
-def _encoder(
-    backend: Backend, num_layers: int, qk_layernorm: bool = False, qk_l2_norm: bool = False
-) -> TransformerBlockSubmodules:  # fmt: skip
-    layer = layer_spec(backend, qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, mask=AttnMaskType.padding)
-    return TransformerBlockSubmodules([layer] * num_layers, backend.norm)
+    return encoder_spec(backend, config.num_layers, *norms), _decoder(backend, decoder_num_layers, *norms)
 
 
 def _decoder(

@@ -309,7 +309,7 @@ def test_a_token_outside_the_vocabulary_is_refused_by_sentence(tmp_path):
     documents[number][1][0] = 900
     data = train("t5", write(tmp_path / "data", documents), short_sequence_probability=0.0)
     sentence = sum(map(len, documents[:number])) + 1
-    with pytest.raises(UserError, match=rf"token id 900 in sentence {sentence} is not below the vocabulary size 80"):
+    with pytest.raises(UserError, match=rf"id 900 in sentence {sentence} at token 0 is not below the vocabulary size"):
         [data[i] for i in range(len(data))]
 
 
