@@ -44,11 +44,13 @@ NUMERICAL = [
         "tensor_parallel", "attention", "pipeline_parallel", "distributed", "optimizer", "transformer", "models",
         "description", "fusions", "dist_checkpointing", "random", "sharding", "schedules", "groups/process_groups.py",
         "datasets/blended_dataset.py", "datasets/blended_megatron_dataset_builder.py", "datasets/gpt_dataset.py",
-        "datasets/megatron_dataset.py", "datasets/utils.py",
+        "datasets/megatron_dataset.py", "datasets/utils.py", "datasets/masked_dataset.py", "datasets/bert_dataset.py",
+        "datasets/t5_dataset.py",
     )),
+    *(f"megatron/data/{name}.py" for name in ("sentence_map", "word_masking")),
     *(f"megatron/training/{name}.py" for name in (
         "trainer", "evaluate", "train_state", "observe/loss_sums", "checks/finite", "data/loader", "data/datasets",
-        "config/resolve",
+        "data/batch", "config/resolve", "rules/encoder_decoder", "rules/masked_data",
     )),
     "megatron/training/tasks",
 ]  # fmt: skip

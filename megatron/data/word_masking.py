@@ -7,6 +7,7 @@ fixed order, so that the masks equal Megatron-LM's bit for bit.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ import numpy as np
 
 GEOMETRIC = 0.2
 """Success probability of the geometric distribution of span lengths."""
+
+LONGEST_NGRAM = {"bert": 3, "t5": 10}
+"""Words masked together at most, by program."""
 
 NO_LIMIT = 2**62
 CONTINUATION = "##"
@@ -104,3 +108,14 @@ def mask_words(
         spans.append((begin, ids if replace is None else [replace(index) for index in ids]))
     spans.sort()
     return [list(zip(places[begin : begin + len(ids)].tolist(), ids)) for begin, ids in spans]
+
+
+def expected_masks(length: int, probability: float, max_ngram: int) -> tuple[int, int]:
+    """Masked tokens of a full sample, and spans if every word is one token and lengths are geometric.
+
+    >>> expected_masks(512, 0.15, 10)
+    (76, 18)
+    """
+    masked = max(1, int(probability * (length - 2)))
+    mean = (1 - (1 - GEOMETRIC) ** max_ngram) / GEOMETRIC  # of min(draw, max_ngram)
+    return masked, math.ceil(masked / mean)

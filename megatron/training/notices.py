@@ -84,6 +84,9 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
             "--position-embedding-type learned_absolute: added to what latent attention rotates by itself; "
             "--position-embedding-type rope trains without"
         )
+    relative = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("relative_att")]
+    if relative and resolved.position_embedding_type != "relative":
+        yield f"{', '.join(relative)}: no effect without --position-embedding-type relative (pretrain_t5.py)"
     if "rope_scaling_factor" in given.explicit and not resolved.use_rope_scaling:
         yield f"--rope-scaling-factor {given.rope_scaling_factor:g}: no effect without --use-rope-scaling"
     if resolved.moe_upcycling_granularity != 1 and not resolved.moe_use_upcycling:

@@ -14,6 +14,8 @@ from test_utils.tree_copies import end, fork, run_pytest
 LEFT_OUT = ("torture", "benchmarks", "test_watchdog", "test_docs_commands", "test_architecture",
             "test_packaging", "test_mutate")  # fmt: skip
 """Tests that are slow, or about the text of the tree."""
+MEASURED = (0, 1, 5)
+"""What pytest ends with if it could collect: all passed, some failed, none was left to run."""
 
 
 class Coverage:
@@ -94,12 +96,14 @@ class Coverage:
                 plugin = Collector(self.tree, output, set(self.records), share, num_processes)
                 return run_pytest([*left_out, *self.suite], plugin)
 
-            pids.append(fork(self.tree, own, work))
+            pids.append((fork(self.tree, own, work), own / "log"))
         try:
-            for pid in pids:
-                os.waitpid(pid, 0)
+            for pid, log in pids:
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                if status not in MEASURED:
+                    raise SystemExit(f"pytest ended with {status}:\n{log.read_text()[-2000:]}")
         finally:
-            for pid in pids:
+            for pid, _ in pids:
                 end(pid)
 
     def executes(self, mutant):

@@ -19,7 +19,7 @@ def copy_tree(target):
     """The files that git knows or would add and the compiled extension, with bytecode."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
-    extensions = [str(path.relative_to(ROOT)) for path in ROOT.glob("megatron/**/*.so")]
+    extensions = [str(path.relative_to(ROOT)) for path in ROOT.glob("*.so")]
     for name in [*filter(None, listed.split("\0")), *extensions]:
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDat
 from megatron.data.blend import Split
 from megatron.data.index_cache import Layout
 from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
-from megatron.data.sentence_map import NoSamplesError, build_mapping
+from megatron.data.sentence_map import NoSamplesError, build_mapping, long_documents
 from megatron.data.word_masking import CONTINUATION, MaskingRule
 
 logger = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ class MaskedWordPieceDataset(MegatronDataset):
                     bounds, sizes, epochs, self.num_samples, self.target_length, *options
                 )}  # fmt: skip
             except NoSamplesError as error:
-                raise EmptySplitError(self._empty(f"{error}", single)) from None
+                raise EmptySplitError(self._empty(f"{error}", bounds)) from None
 
         layout: Layout = {"sample_index": ((None, 3), "uint32" if len(sizes) < 2**32 else "uint64")}
         first, last = int(bounds[0]), int(bounds[-1])
@@ -243,14 +243,17 @@ class MaskedWordPieceDataset(MegatronDataset):
         }
         return self.index_cache(own, layout, limits).get(build)["sample_index"]
 
-    def _empty(self, reason: str, documents_are_whole: bool = False) -> str:
+    def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
+        """``bounds``: of the split's documents, where it has some."""
         what = "a full pass" if self.num_samples is None else f"{self.num_samples} samples"
         fix = (
-            f"its documents were not split into sentences: make it with {SENTENCES}, or give --bert-no-binary-head"
-            if documents_are_whole
-            else f"give that split a larger share in --split (now {self.config.split}) or more data, or ask no samples "
-            "of it (--eval-iters 0)"
+            f"give that split a larger share in --split (now {self.config.split}) or more data, or ask no samples of it "
+            "(--eval-iters 0)"
         )
+        if bounds is not None and self.dataset.sequence_lengths.shape[0] < len(self.dataset.document_indices):
+            fix = f"its documents were not split into sentences: make it with {SENTENCES}, or give --bert-no-binary-head"
+        elif bounds is not None and long_documents(bounds, self.dataset.sequence_lengths).all():
+            fix = f"shorten such sentences, or have them split: {SENTENCES}"
         return f"{what} of {self.index_split.name} asked of {self.dataset_path}, but {reason}; {fix}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig, special_id
-from megatron.data.word_masking import GEOMETRIC, MaskingRule, mask_words
+from megatron.data.word_masking import MaskingRule, expected_masks, mask_words
 
 
 @dataclass(kw_only=True)
@@ -112,14 +111,3 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         mask = np.zeros(length, dtype=np.int64)
         mask[:count] = 1
         return mask
-
-
-def expected_masks(length: int, probability: float, max_ngram: int) -> tuple[int, int]:
-    """Masked tokens of a full sample, and spans if every word is one token and lengths are geometric.
-
-    >>> expected_masks(512, 0.15, 10)
-    (76, 18)
-    """
-    masked = max(1, int(probability * (length - 2)))
-    mean = (1 - (1 - GEOMETRIC) ** max_ngram) / GEOMETRIC  # of min(draw, max_ngram)
-    return masked, math.ceil(masked / mean)

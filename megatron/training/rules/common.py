@@ -17,9 +17,15 @@ def _names() -> dict[str, tuple[str, bool]]:
     return {spec.field: (spec.names[0], spec.is_bool) for spec in flags_of(*GROUPS)}
 
 
+def as_given(cfg: PretrainConfig, field: str) -> str:
+    """The field that has this one's value from the user: ``--encoder-seq-length`` may stand for ``--seq-length``."""
+    twin = f"encoder_{field}"
+    return twin if field in ("seq_length", "num_layers") and twin in cfg.explicit - {field} else field
+
+
 def problem(cfg: PretrainConfig, field: str, reason: str, fix: str = "") -> Problem:
     """A problem of a field, with its flag and value."""
-    name, is_bool = _names()[field]
+    name, is_bool = _names()[as_given(cfg, field)]
     value = getattr(cfg, field)
     return Problem(name, reason, fix=fix) if is_bool or value is None else Problem(name, reason, value, fix)
 

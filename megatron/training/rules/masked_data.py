@@ -3,6 +3,8 @@ tokenizer itself say is refused where data sets are built (``core/datasets/maske
 
 from __future__ import annotations
 
+import math
+
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
 
@@ -12,6 +14,9 @@ WITHOUT_MASK = ("GPT2BPETokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenize
 
 WITHOUT_SENTINELS = ("TikTokenizer", "NullTokenizer", "ByteLevelTokenizer")
 """Kinds to which no sentinels can be added."""
+
+WITH_WORD_PIECES = ("BertWordPieceCase", "BertWordPieceLowerCase")
+"""Kinds that have the sentinels that are asked for, and no others."""
 
 OWN_SENTINELS = ("HuggingFaceTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Kinds whose files may bring some."""
@@ -36,6 +41,33 @@ def t5s_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "vocab_extra_ids", reason, "--vocab-extra-ids 100")
 
 
-def a_sample_has_room(cfg: PretrainConfig) -> Problems:
-    if cfg.model_family == "bert" and not cfg.mock_data and cfg.seq_length is not None and cfg.seq_length < 5:
-        yield problem(cfg, "seq_length", "cls, two seps and a pair take 5 tokens", "at least 5")
+PLACES = {"bert": 3, "t5": 2}
+"""Tokens of a sample that no word may take."""
+
+
+def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
+    places = PLACES.get(cfg.model_family)
+    if places is None or cfg.mock_data or cfg.seq_length is None:
+        return
+    words = cfg.seq_length - places
+    if words < 2:
+        reason = f"leaves {max(words, 0)} tokens for text, {places} are special"
+        yield problem(cfg, "seq_length", reason, f"at least {places + 2}")
+    elif cfg.mask_prob * words < 1:
+        fix = f"at least {math.ceil(1000 / words) / 1000:g}"
+        yield problem(cfg, "mask_prob", f"masks not one of the {words} tokens of a sample", fix)
+
+
+def the_decoder_takes_the_spans(cfg: PretrainConfig) -> Problems:
+    if cfg.model_family != "t5" or cfg.mock_data or (cfg.seq_length or 0) < 4:
+        return
+    from megatron.data.word_masking import LONGEST_NGRAM, expected_masks  # here: --help does without numpy
+
+    masked, spans = expected_masks(cfg.seq_length or 0, cfg.mask_prob, LONGEST_NGRAM["t5"])
+    given, extra, need = cfg.decoder_seq_length, cfg.vocab_extra_ids, masked + spans + 1
+    if given is not None and given < need:
+        reason = f"is less than the some {masked} masked tokens of a sample, {spans} sentinels and a start token"
+        yield problem(cfg, "decoder_seq_length", reason, f"at least {need}; or a smaller --mask-prob")
+    fixed = cfg.tokenizer_type in WITH_WORD_PIECES and not cfg.tokenizer_special_tokens
+    if fixed and extra and extra < spans:
+        yield problem(cfg, "vocab_extra_ids", f"is less than the some {spans} spans of a sample", str(max(100, spans)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.core.config.errors import UserError
 from megatron.core.transformer.spec_utils import import_module
 from megatron.training.config.pretrain_config import PretrainConfig
-from megatron.training.rules.common import Problems, missing, names_of, problem, sequence_lengths
+from megatron.training.rules.common import Problems, as_given, missing, names_of, problem, sequence_lengths
 
 
 def architecture_is_given(cfg: PretrainConfig) -> Problems:
@@ -54,7 +54,7 @@ def query_groups_divide_the_heads(cfg: PretrainConfig) -> Problems:
 def positions_cover_the_sequence(cfg: PretrainConfig) -> Problems:
     for field, length in sequence_lengths(cfg):
         if cfg.max_position_embeddings and cfg.max_position_embeddings < length:
-            reason = f"is smaller than {names_of(field)} {length}"
+            reason = f"is smaller than {names_of(as_given(cfg, field))} {length}"
             yield problem(cfg, "max_position_embeddings", reason, f"give at least {length}")
 
 

@@ -12,10 +12,11 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig, expected_masks
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.data import helpers, index_cache
 from megatron.data.blend import Split
 from megatron.data.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.data.word_masking import expected_masks
 from tests.reference import masked_samples as reference
 
 WORDS = 60
@@ -222,8 +223,18 @@ def test_sentences_where_documents_were_expected_are_refused(prefix):
 
 def test_documents_with_a_long_sentence_are_counted_in_the_refusal(tmp_path):
     prefix = write(tmp_path / "data", [[np.full(513, 9), np.full(3, 9)], [np.full(3, 9)]])
-    with pytest.raises(EmptySplitError, match="1 have fewer than 2 .* and 1 have a sentence of more than 512 tokens"):
+    wanted = "1 have fewer than 2 .* and 1 have a sentence of more than 512 tokens; give that split a larger share"
+    with pytest.raises(EmptySplitError, match=wanted):
         train("bert", prefix, 10)
+    prefix = write(tmp_path / "long", [[np.full(513, 9), np.full(3, 9)]] * 2)
+    with pytest.raises(EmptySplitError, match="2 have a sentence of more than 512 tokens; shorten such sentences, or"):
+        train("t5", prefix, 10)
+
+
+def test_a_split_without_pairs_beside_one_that_has_some_needs_other_documents(tmp_path):
+    prefix = write(tmp_path / "data", [*corpus(8), [np.full(3, 9)], [np.full(3, 9)]])
+    with pytest.raises(EmptySplitError, match="4 samples of valid .* of 2 documents 2 have fewer .*; .*larger share"):
+        build("bert", prefix, (10, 4, 0), split="8,2,0")
 
 
 def test_no_data_is_refused(prefix):

@@ -23,6 +23,14 @@ def problems(family, text):
     ("bert", "GPT2BPETokenizer --merge-file m", "--tokenizer-type GPT2BPETokenizer", "no tokens for cls, sep and mask"),
     ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no tokens for cls, sep and mask"),
     ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4", "--seq-length 4", "at least 5"),
+    ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4 --mask-prob 0.4", "--seq-length 4", "leaves 1"),
+    ("bert", "BertWordPieceCase --mask-prob 0.03", "--mask-prob 0.03", "not one of the 29 tokens of a sample; at least "
+     "0.035"),
+    ("t5", "BertWordPieceCase --seq-length 3", "--seq-length 3", "at least 4"),
+    ("t5", "BertWordPieceCase --mask-prob 0.033", "--mask-prob 0.033", "at least 0.034"),
+    ("t5", "BertWordPieceCase --mask-prob 0.44", "--decoder-seq-length 16", "some 13 masked tokens of a sample, 3 "
+     "sentinels and a start token; at least 17; or"),
+    ("t5", "BertWordPieceCase --vocab-extra-ids 1 --mask-prob 0.3", "--vocab-extra-ids 1", "some 3 spans"),
     ("t5", "BertWordPieceLowerCase", "--vocab-extra-ids", "LowerCase has no sentinels"),
     ("t5", "BertWordPieceCase --vocab-extra-ids 0", "--vocab-extra-ids 0", "--vocab-extra-ids 100"),
     ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "takes no sentinels"),
@@ -32,10 +40,20 @@ def test_what_no_sample_can_be_made_with_is_refused(family, text, flag, reason):
     assert flag in problem and reason in problem
 
 
+def test_a_length_is_named_as_it_was_given():
+    text = TINY.replace("--seq-length 32", "--encoder-seq-length 3") + "--decoder-seq-length 16 --vocab-extra-ids 9 "
+    found = check(resolve(parse_args((text + WORDS + "BertWordPieceCase").split(), model_family="t5"), 1))
+    assert any(str(each).startswith("--encoder-seq-length 3: leaves 1 tokens") for each in found)
+
+
 @pytest.mark.parametrize("family, text", [
     ("bert", "BertWordPieceLowerCase"),
     ("bert", "SentencePieceTokenizer --tokenizer-model m --tokenizer-sentencepiece-legacy"),
-    ("bert", "HuggingFaceTokenizer --tokenizer-model m --seq-length 5"),
+    ("bert", "HuggingFaceTokenizer --tokenizer-model m --seq-length 5 --mask-prob 0.5"),
+    ("bert", "BertWordPieceCase --mask-prob 0.035"),
+    ("t5", "BertWordPieceCase --seq-length 4 --mask-prob 0.5"),
+    ("t5", "BertWordPieceCase --mask-prob 0.42 --vocab-extra-ids 3"),
+    ("t5", "BertWordPieceCase --mask-prob 0.3 --vocab-extra-ids 1 --tokenizer-special-tokens <extra_id_0>"),
     ("t5", "BertWordPieceCase"),
     ("t5", "BertWordPieceLowerCase --vocab-extra-ids 100"),
     ("t5", "BertWordPieceLowerCase --tokenizer-special-tokens <extra_id_0>"),
