@@ -42,14 +42,17 @@ MODEL_FLAGS = [
 ]  # fmt: skip
 """eps: smaller ones blow the rounding noise of a zero gradient up, and layouts differ in that noise."""
 
+KIND = {"choices": ("gpt", "bert", "t5"), "default": "gpt", "help": "whose program runs (default %(default)s)"}
+"""The option ``--kind``."""
+
 
 def import_everything():
     """What a run imports, once for all ranks that are forked later; they train on the CPU."""
     os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
     import torch
 
-    for name in ("torch._dynamo", "torch.distributed.run", "megatron.training.tasks.gpt", "pretrain_gpt",
-                 "megatron.training.run"):  # fmt: skip
+    for name in ("torch._dynamo", "torch.distributed.run", f"megatron.training.tasks.{Cases.kind}",
+                 f"pretrain_{Cases.kind}", "megatron.training.run"):  # fmt: skip
         importlib.import_module(name)
     torch.set_num_threads(1)
     gc.collect()
@@ -100,16 +103,18 @@ def fork(action, output):
 
 
 def program(argv, fp64=False):
-    """``pretrain_gpt.py`` with ``argv``, or the same with every number in float64."""
+    """``pretrain_gpt.py``, or that of ``--kind``, with ``argv``; or the same with every number in float64."""
     import dataclasses
 
-    import pretrain_gpt
     from megatron.training.arguments import parse_args
     from megatron.training.run import run
-    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.tasks.language_model import task_class
 
-    sys.argv = ["pretrain_gpt.py", *argv]
-    return run(dataclasses.replace(parse_args(argv), fp64=True), GPTTask) if fp64 else pretrain_gpt.main()
+    sys.argv = [f"pretrain_{Cases.kind}.py", *argv]
+    if not fp64:
+        return importlib.import_module(f"pretrain_{Cases.kind}").main()
+    cfg = parse_args(argv, model_family=Cases.kind)
+    return run(dataclasses.replace(cfg, fp64=True), task_class(Cases.kind))
 
 
 class Ranks:
@@ -203,9 +208,23 @@ def write_dataset(prefix, vocab_size=63, num_documents=60, seed=0):
     builder.finalize(f"{prefix}.idx")
 
 
+def write_data(folder):
+    """What a run of ``--kind`` reads: documents, or sentences and a vocabulary."""
+    folder.mkdir(exist_ok=True)
+    if Cases.kind == "gpt":
+        return write_dataset(folder / "data")
+    from tests.test_utils import masked_runs
+
+    return masked_runs.write_corpora(folder)
+
+
 def data_flags(folder):
-    """Flags of :func:`write_dataset`'s ``folder``/data."""
-    return ["--data-path", str(folder / "data"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"]
+    """Flags of :func:`write_data`'s files, and the length that only T5 has."""
+    if Cases.kind == "gpt":
+        return ["--data-path", str(folder / "data"), "--tokenizer-type", "NullTokenizer", "--vocab-size", "63"]
+    words = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(folder / "vocab.txt")]
+    own = ["--decoder-seq-length", "8", "--vocab-extra-ids", "10"] if Cases.kind == "t5" else []
+    return ["--data-path", str(folder / "a"), *words, *own]
 
 
 def saved_iterations(save):
@@ -302,6 +321,8 @@ class Cases:
     """Numbered cases over worker processes; a summary of counts at the end."""
 
     worker = 0
+    kind = "gpt"
+    """Whose program runs."""
 
     def __init__(self, description, count, workers=2, **more):
         parser = argparse.ArgumentParser(description=description.strip().splitlines()[0])
@@ -314,6 +335,7 @@ class Cases:
         for name, options in more.items():
             parser.add_argument(f"--{name}", **options)
         self.options = parser.parse_args()
+        Cases.kind = vars(self.options).get("kind", "gpt")
         self.folder = Path(self.options.folder or tempfile.mkdtemp(prefix="torture-")).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.results = self.folder / "results.jsonl"
@@ -342,8 +364,7 @@ class Cases:
     def run_on_data(self, case):
         """:meth:`run`, with everything imported and a data set in the folder ``data``."""
         import_everything()
-        (self.folder / "data").mkdir(exist_ok=True)
-        write_dataset(self.folder / "data" / "data")
+        write_data(self.folder / "data")
         return self.run(case)
 
     def _work(self, worker, case, numbers, finish, began):

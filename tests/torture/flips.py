@@ -1,8 +1,8 @@
 """Damage to every file that a run reads: single bits, truncations, zeroed and duplicated blocks, files of another run.
 
-A case takes the files of a run that stopped half-way (a data set with its tokenizer and sidecar, the index cache, three
-checkpoints, the tracker), damages one of them (with a new or the old modification time) and resumes the run to its
-end. Verdicts:
+A case takes the files of a run that stopped half-way (data sets with their tokenizer and sidecars, of sentences where
+``--kind`` is BERT or T5; the index cache, three checkpoints, the tracker), damages one of them (with a new or the old
+modification time) and resumes the run to its end. Verdicts:
 
 * noticed: it refuses, in a message that names the file, without a traceback
 * noticed, went on: a line about the file (rebuilt, fell back), and results equal to the last bit
@@ -30,7 +30,7 @@ FAMILIES = {
     "bin": (["data/*.bin"], 2),
     "idx": (["data/*.idx"], 4),
     "sidecar": (["data/*.tokenizer.json"], 2),
-    "tokenizer": (["data/vocab.json", "data/merges.txt"], 2),
+    "tokenizer": (["data/vocab.*", "data/merges.txt"], 2),
     "index cache": (["cache/*.npy"], 5),
     "description of the index cache": (["cache/*-description.txt"], 1),
     "shard": ([f"save/iter_{HALF:07d}/*.safetensors"], 5),
@@ -47,25 +47,38 @@ def station_argv(folder, world_size, *, stops=False):
     layout = ["--tensor-model-parallel-size", "2"] if world_size == 2 else []
     return [
         *common.MODEL_FLAGS, "--micro-batch-size", "4", "--global-batch-size", "8",
-        "--data-path", "0.4", str(folder / "data" / "a"), "0.6", str(folder / "data" / "b"),
-        "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "data" / "vocab.json"),
-        "--merge-file", str(folder / "data" / "merges.txt"), "--data-cache-path", str(folder / "cache"),
+        *tokenizer_flags(folder / "data"), "--data-path", "0.4", str(folder / "data" / "a"),
+        "0.6", str(folder / "data" / "b"), "--data-cache-path", str(folder / "cache"),
         "--save", str(folder / "save"), "--load", str(folder / "save"), "--train-iters", str(ITERATIONS),
         "--save-interval", "2", "--eval-interval", "4", *layout, *(["--exit-interval", str(HALF)] if stops else []),
     ]  # fmt: skip
+
+
+def tokenizer_flags(folder):
+    if Cases.kind != "gpt":
+        return common.data_flags(folder)
+    return ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(folder / "vocab.json"), "--merge-file",
+            str(folder / "merges.txt")]  # fmt: skip
 
 
 def write_data(folder):
     """Two data sets with sidecars, and the tokenizer's files."""
     from megatron.core.tokenizers import build_tokenizer
     from megatron.data.sidecar import sidecar_info, write_sidecar
+    from megatron.training.arguments import parse_args
     from tests.test_utils import tiny_tokenizers
 
     folder.mkdir(parents=True)
-    vocab, merges = tiny_tokenizers.gpt2_files(folder, vocab_size=300)
-    tokenizer = build_tokenizer(tiny_tokenizers.flags("GPT2BPETokenizer", vocab_file=vocab, merge_file=merges))
+    if Cases.kind == "gpt":
+        tiny_tokenizers.gpt2_files(folder, vocab_size=300)
+    else:
+        common.write_data(folder)
+        for unread in folder.glob("c.*"):
+            unread.unlink()
+    tokenizer = build_tokenizer(parse_args(tokenizer_flags(folder)))
     for seed, name in enumerate("ab"):
-        common.write_dataset(folder / name, tokenizer.vocab_size, num_documents=10, seed=seed)
+        if Cases.kind == "gpt":
+            common.write_dataset(folder / name, tokenizer.vocab_size, num_documents=10, seed=seed)
         write_sidecar(str(folder / name), sidecar_info(tokenizer, append_eod=False))
 
 
@@ -171,7 +184,7 @@ def verdict(code, output, path, stations):
     news = [line for line in output.splitlines() if line not in usual]
     if code:
         errors = [line for line in news if line.startswith(("error", "  --"))]
-        told = "another tokenizer" if path.name in ("vocab.json", "merges.txt") else path.name
+        told = "another tokenizer" if path.name in ("vocab.json", "merges.txt", "vocab.txt") else path.name
         if not any(names_file(line, path) or told in line for line in errors):
             raise Failure(f"ended with {code}, no message names {path.name}:\n" + "\n".join(news)[-3000:])
         return "noticed"
@@ -208,7 +221,7 @@ def case(number, random, folder, tally):
 
 
 def main():
-    cases = Cases(__doc__, count=2000)
+    cases = Cases(__doc__, count=2000, kind=common.KIND)
     common.import_everything()
     return cases.run(case)
 

@@ -1,11 +1,11 @@
 """Signals to ranks and launchers at random moments, and resumption until the run is finished, as if nothing had been.
 
-A case is one training run of a tiny GPT. It is started again and again; each start gets a SIGKILL, SIGTERM or SIGINT,
-to one rank, to all, or to torchrun, at a moment drawn from: the start, training, a save, an evaluation. After each
-signal: no process is left, every checkpoint of the folder reads to the last byte, the newest equals that of an
-uninterrupted run, the tracker never goes back, and the next start takes what the tracker names. At the end the whole
-``metrics.jsonl`` and the last checkpoint equal the uninterrupted run's: bit for bit where the layout stayed, to 1e-9
-in float64 where it changed. Counts signals, by signal, target and moment, and how the processes ended.
+A case is one training run of a tiny GPT (``--kind``: BERT, T5). It is started again and again; each start gets a
+SIGKILL, SIGTERM or SIGINT, to one rank, to all, or to torchrun, at a moment drawn from: the start, training, a save, an
+evaluation. After each signal: no process is left, every checkpoint of the folder reads to the last byte, the newest
+equals that of an uninterrupted run, the tracker never goes back, and the next start takes what the tracker names. At
+the end the whole ``metrics.jsonl`` and the last checkpoint equal the uninterrupted run's: bit for bit where the layout
+stayed, to 1e-9 in float64 where it changed. Counts signals, by signal, target and moment, and how the processes ended.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ class Launched:
         own = ["--nnodes", "1", "--nproc-per-node", str(world_size), "--redirects", "3", "--log-dir",
                str(folder / "logs"), "--rdzv-backend", "c10d", "--rdzv-endpoint",
                f"127.0.0.1:{common.free_port()}"]  # fmt: skip
-        rest = [str(common.ROOT / "pretrain_gpt.py"), *argv]
+        rest = [str(common.ROOT / f"pretrain_{Cases.kind}.py"), *argv]
 
         def launch():
             os.setpgid(0, 0)
@@ -327,7 +327,7 @@ def case(number, random, folder, tally):
 
 
 def main():
-    return Cases(__doc__, count=1000).run_on_data(case)
+    return Cases(__doc__, count=1000, kind=common.KIND).run_on_data(case)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def judge(flag, value, code, output, limit):
         raise Failure(f"{what}: exit code {code}:\n{output[-1500:]}")
     if not code:
         return "accepted"
-    errors = [line for line in output.splitlines() if line.startswith(("error", "  --", "pretrain_gpt.py"))]
+    errors = [line for line in output.splitlines() if line.startswith(("error", "  --", "pretrain_"))]
     names = {flag, flag.replace("--no-", "--"), "--" + flag[2:].removeprefix("no-")}
     if "not finite" in output or " is nan" in output:
         return "trained until a loss was not finite"
@@ -164,11 +164,11 @@ def case(number, random, folder, tally):
 
 
 def main():
-    cases = Cases(__doc__, count=10**9, flag={"help": "only this one"})
+    cases = Cases(__doc__, count=10**9, kind=common.KIND, flag={"nargs": "+", "help": "only these"})
     common.import_everything()
-    common.write_dataset(cases.folder / "data")
+    common.write_data(cases.folder)
     known = [name for name, _ in flags()]
-    numbers = [known.index(cases.options.flag)] if cases.options.flag else range(len(known))
+    numbers = [known.index(flag) for flag in cases.options.flag or known]
     return cases.run(case, numbers=numbers)
 
 

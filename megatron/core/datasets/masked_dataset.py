@@ -246,13 +246,12 @@ class MaskedWordPieceDataset(MegatronDataset):
     def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
         """``bounds``: of the split's documents, where it has some."""
         what = "a full pass" if self.num_samples is None else f"{self.num_samples} samples"
-        fix = (
-            f"give that split a larger share in --split (now {self.config.split}) or more data, or ask no samples of it "
-            "(--eval-iters 0)"
-        )
-        if bounds is not None and self.dataset.sequence_lengths.shape[0] < len(self.dataset.document_indices):
-            fix = f"its documents were not split into sentences: make it with {SENTENCES}, or give --bert-no-binary-head"
-        elif bounds is not None and long_documents(bounds, self.dataset.sequence_lengths).all():
+        share = f"give that split a larger share in --split (now {self.config.split}) or more data"
+        fix, sizes = f"{share}, or ask no samples of it (--eval-iters 0)", self.dataset.sequence_lengths
+        if bounds is not None and len(sizes) < len(self.dataset.document_indices):
+            fix = f"its documents were not split into sentences: make it with {SENTENCES}"
+            fix += ", or give --bert-no-binary-head"
+        elif bounds is not None and long_documents(bounds, sizes).all():
             fix = f"shorten such sentences, or have them split: {SENTENCES}"
         return f"{what} of {self.index_split.name} asked of {self.dataset_path}, but {reason}; {fix}"
 

@@ -23,7 +23,7 @@ def problems(family, text):
     ("bert", "GPT2BPETokenizer --merge-file m", "--tokenizer-type GPT2BPETokenizer", "no tokens for cls, sep and mask"),
     ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no tokens for cls, sep and mask"),
     ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4", "--seq-length 4", "at least 5"),
-    ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4 --mask-prob 0.4", "--seq-length 4", "leaves 1"),
+    ("bert", "BertWordPieceCase --seq-length 4 --mask-prob 0.4", "--seq-length 4", "leaves 1 tokens for text"),
     ("bert", "BertWordPieceCase --mask-prob 0.03", "--mask-prob 0.03", "not one of the 29 tokens of a sample; at least "
      "0.035"),
     ("t5", "BertWordPieceCase --seq-length 3", "--seq-length 3", "at least 4"),
