@@ -2,7 +2,7 @@
 """The operations between the GEMMs on one GPU: torch itself, torch.compile, our kernels, the memory's limit.
 
     python benchmarks/bench_fusions.py [--only swiglu ...] [--output benchmarks/results/fusions.json] [--smoke]
-    python benchmarks/bench_fusions.py --only norm --norm-stages 2 --norm-programs 4 --output /tmp/norms.json
+    python benchmarks/bench_fusions.py --only norm --output /tmp/norms.json
 
 Shapes are those of a LLaMA-3-8B layer over 8192 tokens in bf16. The limit is the time to move, at 4.2 TB/s, what must
 be read and written once; each figure is the median of repeated calls, the second-level cache overwritten before each.
@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness.environment import environment
 from benchmarks.harness.timing import milliseconds
-from megatron.core.fusions import residual_norm
 from megatron.core.fusions.activation_kernels import GateTraits, gated_triton, squared_relu_triton
 from megatron.core.fusions.activations import squared_relu, swiglu
 from megatron.core.fusions.column_sum import ColumnSum, column_sum_plain, column_sum_triton
@@ -282,15 +281,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="operations with any of these words")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--norm-stages", type=int, default=residual_norm.STAGES, help="of the norms' backward kernel")
-    parser.add_argument("--norm-programs", type=int, default=residual_norm.PROGRAMS_PER_SM, help="likewise")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "fusions.json")
     parser.add_argument("--smoke", action="store_true", help="tiny, on a CPU too; writes nothing unless --output")
     args = parser.parse_args()
     if not torch.cuda.is_available() and not args.smoke:
         print("needs a GPU; --smoke shows on a CPU that it runs")
         return 0
-    residual_norm.STAGES, residual_norm.PROGRAMS_PER_SM = args.norm_stages, args.norm_programs
     device = torch.device("cpu" if args.smoke or not torch.cuda.is_available() else "cuda")
     rows = []
     for name, operation in operations(TINY if args.smoke else Sizes(), device):

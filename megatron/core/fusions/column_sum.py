@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve, num_sms
 from megatron.core.fusions.installed_triton import tl, triton
 
-_ROWS, _COLUMNS, _NUM_WARPS = 32, 128, 4
-"""A tile: 8 KiB of 16-bit values, four 16-byte vectors per thread."""
+_ROWS, _COLUMNS, _NUM_WARPS = 32, 64, 8
+"""A tile: 4 KiB of 16-bit values, one 16-byte vector per thread."""
 PROGRAMS_PER_SM = 8
 FEW_TILES = 16
 """With at most this many tiles of rows, one program per block of columns takes them all."""

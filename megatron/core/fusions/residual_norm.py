@@ -28,8 +28,9 @@ WIDEST = 16384
 """A program holds a whole row in registers."""
 PROGRAMS_PER_SM = 2
 """In the backward pass: each has its own partial sums of weight gradients in memory."""
-STAGES = 1
-"""In the backward pass: with 2, a program's next row is on its way while it sums the present one."""
+NARROW, PIPELINED = 1024, 4096
+"""Widths up to which, in the backward pass, a program takes several rows at once, and its next rows are on their way
+while it sums the present ones: so many bytes it takes to keep the memory busy."""
 
 
 class NormTraits(NamedTuple):
@@ -142,6 +143,14 @@ def _tile(width: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(16, max(4, rows * block // 512))}
 
 
+def _backward_tile(width: int) -> dict[str, int]:
+    """On an H200, 32768 rows of 1024: 0.116 ms of 0.175 with the forward pass's; 8192 rows of 4096: 0.093 of 0.109."""
+    tile = {**_tile(width), "STAGES": 2 if width <= PIPELINED else 1}
+    if width > NARROW:
+        return tile
+    return {**tile, "ROWS": 8 * NARROW // tile["BLOCK"], "num_warps": 8}
+
+
 def _in_dtype(grad: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
     return None if grad is None or dtype is None else grad.to(dtype)
 
@@ -179,7 +188,7 @@ class _Normalize(torch.autograd.Function):
             return skip, _in_dtype(skip, ctx.branch_dtype), None, None, None
         width, biased = stream.shape[-1], ctx.bias_dtype is not None
         rows = stream.numel() // width
-        tile = _tile(width)
+        tile = _backward_tile(width)
         most = PROGRAMS_PER_SM * num_sms(stream.device)
         steps = max(1, triton.cdiv(rows, most * tile["ROWS"]))  # of no rows: sums of nothing
         programs = triton.cdiv(rows, steps * tile["ROWS"])
@@ -189,7 +198,7 @@ class _Normalize(torch.autograd.Function):
         _norm_backward[(programs,)](
             grad, grad if skip is None else skip.contiguous(), stream, weight, means, rstds, grad_x, sums[0], sums[-1],
             rows, width, ctx.traits.offset,
-            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, STAGES=STAGES, **tile,
+            SKIPS=skip is not None, CENTRED=ctx.traits.centred, BIASED=biased, STEPS=steps, **tile,
         )  # fmt: skip
         grads = sums.sum(1).to(weight.dtype)  # of weight and bias at once
         grad_bias = grads[1].to(ctx.bias_dtype) if biased else None

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron.core.attention.kernels import torch_sdpa
-from megatron.core.attention.kernels.base import FlashKernel
+from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.attention.tiles import Visibility
+from megatron.core.attention.tiles import Visibility, whole_tile
 
 LENGTH = 128
 
@@ -42,27 +42,56 @@ def test_boundaries_on_a_device_alone_are_not_waited_for():
     assert documents.whole_rows(2) == (0, documents)
 
 
-@pytest.mark.parametrize("queries", [None, 256])
-@pytest.mark.parametrize("lengths", [(128, 128, 40, 1), (128, 128), (9, 128)])
-def test_both_kernels_together_equal_one_call_per_document(monkeypatch, lengths, queries):
-    kernel = torch_sdpa.TorchAttention("cudnn", 0.2)
-    monkeypatch.setattr(FlashKernel, "_documents", torch_sdpa.TorchAttention._document_by_document)
-    calls = []
-    rows = torch_sdpa.TorchAttention._rows
-    monkeypatch.setattr(
-        torch_sdpa.TorchAttention, "_rows",
-        lambda self, query, *rest: calls.append(query.shape[1]) or rows(self, query, *rest),
-    )  # fmt: skip
+class ExactKernel(torch_sdpa.TorchAttention):
+    """In place of cuDNN's and of the flash kernel's operators, their definition; counts the calls of each."""
+
+    def __init__(self):
+        super().__init__("cudnn", 0.2)
+        self.exact, self.calls = UnfusedAttention(0.2), []
+
+    def forward(self, query, key, value, tile):
+        self.calls.append("rows")
+        return self.exact.forward(query, key, value, tile)
+
+    def backward(self, grad, query, key, value, out, lse, tile):
+        return self.exact.backward(grad, query, key, value, out, lse, tile)
+
+    def _flash(self, query, key, value, shape, window):
+        self.calls.append("documents")
+        parts = [self.exact.forward(*each, tile) for each, tile in self._split((query, key, value), shape, window)]
+        return torch.cat([out.squeeze(0).transpose(0, 1) for out, _ in parts]), torch.zeros(())
+
+    def _flash_backward(self, tensors, lse, shape, window):
+        grads = []
+        for (query, key, value, grad), tile in self._split((*tensors[1:4], tensors[0]), shape, window):
+            out, lse = self.exact.forward(query, key, value, tile)
+            grads.append(self.exact.backward(grad, query, key, value, out, lse, tile))
+        return [torch.cat([each.squeeze(0).transpose(0, 1) for each in column]) for column in zip(*grads)]
+
+    def _split(self, tensors, shape, window):
+        """Each document's tensors [1, a, n, d], and its tile."""
+        bounds = shape[0].tolist(), shape[1].tolist()
+        for (start, stop), (first, last) in zip(*(list(zip(each, each[1:])) for each in bounds)):
+            if last > first:
+                of_keys = [slice(start, stop), slice(first, last), slice(first, last), slice(start, stop)]
+                own = [x[part].transpose(0, 1).unsqueeze(0) for x, part in zip(tensors, of_keys)]
+                yield own, whole_tile(stop - start, last - first, Visibility(window[1] == 0))
+
+
+@pytest.mark.parametrize("causal, queries", [(False, None), (True, None), (False, 256)])
+@pytest.mark.parametrize("lengths, calls", [
+    ((128, 128, 40, 1), {"rows", "documents"}), ((128, 9, 128), {"documents"}), ((9, 128), {"documents"}),
+])  # fmt: skip
+def test_rows_and_documents_together_equal_the_definition(causal, queries, lengths, calls):
     generator = torch.Generator().manual_seed(0)
     sizes = queries or LENGTH, LENGTH, LENGTH
     inputs = [torch.randn(n, len(lengths), 2, 8, generator=generator, dtype=torch.float64, requires_grad=True)
               for n in sizes]  # fmt: skip
-    mask = Mask(Visibility(), told(padded(*lengths, num_queries=queries)))
-    outcomes = []
+    mask = Mask(Visibility(causal), told(padded(*lengths, num_queries=queries)))
+    kernel, outcomes = ExactKernel(), []
     for attend in (kernel._documents, kernel._document_by_document):
         out = attend(*inputs, mask)
         outcomes.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for found, expected in zip(*outcomes):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    whole = next((index for index, length in enumerate(lengths) if length < LENGTH), len(lengths))
-    assert calls[0] == (whole or 1)
+    assert set(kernel.calls) == calls
