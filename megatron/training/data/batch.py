@@ -33,6 +33,13 @@ def get_batch_on_this_cp_rank(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: part(value) for name, value in batch.items()}
 
 
+def longest_first(batch: dict[str, Tensor], lengths: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """The rows of tensors [b, ...] by ``lengths`` [b] of their text: kernels are quick on those without padding where
+    they stand together (``attention/kernels/padded_rows.py``), and no loss or mask depends on a row's place."""
+    order = lengths.argsort(descending=True, stable=True)
+    return {name: value[order] for name, value in batch.items()}, lengths[order]
+
+
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """A batch on ``device``; to a GPU from page-locked memory, so that the host goes on at once."""
     if device.type == "cuda":

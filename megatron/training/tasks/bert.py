@@ -19,7 +19,7 @@ from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERT
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank
+from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
@@ -77,7 +77,7 @@ class BertTask(LanguageModelTask):
         """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, sample_index [b]; bounds of
         tokens and padding (``documents``), None without padding. Under context parallelism this rank's tokens."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
-        lengths = batch.pop("padding_mask").sum(1)
+        batch, lengths = longest_first(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
         length = batch["text"].shape[1]
         documents = PackedSeqParams.of_lengths(lengths, length) if int(lengths.min()) < length else None

@@ -13,7 +13,7 @@ from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5Masked
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank
+from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
@@ -61,8 +61,8 @@ class T5Task(LanguageModelTask):
         the host: of the encoder before its padding. Under context parallelism this rank's tokens."""
         names = "text_enc", "text_dec", "labels", "loss_mask", "sample_index"
         batch = next(data_iterator)
-        lengths = batch["enc_mask"].sum(1)
-        own = get_batch_on_this_cp_rank({name: batch[name] for name in names})
+        own, lengths = longest_first({name: batch[name] for name in names}, batch["enc_mask"].sum(1))
+        own = get_batch_on_this_cp_rank(own)
         own["labels"] = own["labels"].clamp(min=0)
         return {**on_device(own), "lengths": lengths}
 
