@@ -72,7 +72,7 @@ T5 = {
     "decoder-is-deeper": f"--decoder-num-layers 3 --num-layers 1 {DROPOUT}",
     "encoder-is-deeper": f"--encoder-num-layers 3 --decoder-num-layers 1 --encoder-seq-length 40 {DROPOUT}",
     "many-spans": "--mask-prob 0.5 --decoder-seq-length 44 --seq-length 26",
-    "few-spans": "--mask-prob 0.03 --micro-batch-size 1 --eval-interval 3",
+    "few-spans": "--mask-prob 0.04 --micro-batch-size 1 --eval-interval 3",
     "odd-sizes": "--num-layers 1 --hidden-size 24 --num-attention-heads 3 --seq-length 19 --decoder-seq-length 13",
 }
 
