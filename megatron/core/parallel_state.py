@@ -38,7 +38,7 @@ _AXES_WITH_HOST_TWIN = ("world", "dp", "dp_cp")
 """Axes that also move CPU tensors (checkpoints, data); over NCCL they get a gloo twin."""
 
 
-_AXES_WITH_ENGINES = ("tp", "pp")
+_AXES_WITH_ENGINES = ("tp", "pp", "etp_ep")
 
 
 @dataclass(frozen=True)

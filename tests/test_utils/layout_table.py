@@ -409,9 +409,9 @@ THROUGH_COPY_ENGINES = [
     name for name in TABLE
     if any(part in row(name).layout for part in ("--tp-comm-overlap", "zero-bubble", "virtual-stages"))
     or name in ("tp2-sp", "tp4-sp", "tp2-sp-packed", "tp2-sp-dp2", "cp2-tp2-sp", "pp4-untied", "recompute-modules",
-                "tp2-sp-etp1-ep2")
+                "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared", "ep2-padded")
 ]  # fmt: skip
-"""What they carry: collectives of sequence parallelism, messages between stages."""
+"""What they carry: collectives of sequence parallelism, tokens on their way to experts, messages between stages."""
 
 _LATER = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | set(T5_ROWS) - T5_IN_THE_SUITE
 EXTENDED = _LATER | {
@@ -437,7 +437,9 @@ EXTENDED = _LATER | {
 at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
 line that the table executes, and combine any two flags that one row combines."""
 
-_OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {"pp2-vpp-ep2", "tp2-sp-etp1-ep2"}
+_OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
+    "pp2-vpp-ep2", "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared",
+}  # fmt: skip
 _OF_ENCODERS = (set(BERT_ROWS) | set(T5_ROWS) - {"t5-pp2-zero-bubble"}) & set(THROUGH_COPY_ENGINES)
 EXTENDED_THROUGH_COPY_ENGINES = _OF_ENCODERS | _OF_EXPERTS | {
     "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",

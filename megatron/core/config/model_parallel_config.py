@@ -55,8 +55,9 @@ class ParallelismConfig:
 
     copy_engines: bool = flag("--no-copy-engines", default=True)
     """Send what overlaps with computation between GPUs of one host through NCCL, not through copy engines: the
-    collectives of --tp-comm-overlap and the messages between pipeline stages. Copy engines leave all SMs to
-    the computation; where they do not work NCCL is used anyway."""
+    collectives of --tp-comm-overlap, the messages between pipeline stages, and tokens on their way to experts
+    (--moe-token-dispatcher-type allgather, or padded to capacity). Copy engines leave all SMs to the computation; where
+    they do not work NCCL is used anyway."""
 
     tp_comm_overlap: bool = False
     """Two-batch overlap: tensor-parallel collectives of one half of a micro-batch run beside computation of the other.

@@ -89,7 +89,9 @@ def start_reduce_scatter(x: Tensor, group: Group) -> AutogradHandle:
     return AutogradHandle(x, group, begin_reduce_scatter, begin_all_gather)
 
 
-def start_all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> AutogradHandle:
-    """``send`` rows for each rank -> ``receive`` rows from each rank."""
-    there = partial(begin_all_to_all, send=send, receive=receive)
-    return AutogradHandle(x, group, there, partial(begin_all_to_all, send=receive, receive=send))
+def start_all_to_all(
+    x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
+) -> AutogradHandle:
+    """``send`` rows for each rank -> ``receive`` rows from each rank; ``is_even``: as many between any two ranks."""
+    there = partial(begin_all_to_all, send=send, receive=receive, is_even=is_even)
+    return AutogradHandle(x, group, there, partial(there, send=receive, receive=send))

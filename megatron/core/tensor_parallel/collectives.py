@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,9 +55,14 @@ def begin_reduce_scatter(x: Tensor, group: Group) -> AsyncHandle:
     return _started(reduce_scatter, part, x.contiguous(), group)
 
 
-def begin_all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> AsyncHandle:
+def begin_all_to_all(
+    x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int], is_even: bool = False
+) -> AsyncHandle:
     """Stretches of ``x`` to the ranks of ``group`` in turn, of ``send`` rows each; the result has those of every rank,
-    ``receive`` rows each."""
+    ``receive`` rows each. ``is_even``: all ranks send one another as many."""
+    # copy engines need even stretches: windows grow on all ranks together, and a rank knows the sizes of its own alone
+    if is_even and group.engines is not None and group.engines.carries(x.nbytes // group.size):
+        return group.engines.exchange(x.contiguous().chunk(group.size), torch.cat)
     result = x.new_empty((sum(receive), *x.shape[1:]))
     source = x.contiguous()
     work = dist.all_to_all_single(result, source, list(receive), list(send), group=group.handle, async_op=True)

@@ -197,7 +197,7 @@ class AllToAllDispatcher(Dispatcher):
         rows, weights = gather_rows(tokens, sent, self.moves), gather_choices(routing.weights, sent)
         count_ne, send, receive = counting() if capacity is None else self._fixed_counts(capacity, sent.ends)
         sent = sent.head(sum(send))
-        sizes = {"send": send, "receive": receive}
+        sizes: dict[str, Any] = {"send": send, "receive": receive, "is_even": capacity is not None}
         weighting = start_all_to_all(weights[: sum(send)], self.group, **sizes)
         travelling = start_all_to_all(rows[: sum(send)], self.group, **sizes)
         return partial(self._arrived, travelling, weighting, count_ne, _Exchange(sent, send, receive))
@@ -242,7 +242,8 @@ class AllToAllDispatcher(Dispatcher):
         way: _Exchange = dispatched.way_back
         if way.received is not None:
             rows = combine_rows(rows, way.received, self.moves)
-        returning = start_all_to_all(rows, self.group, send=way.receive, receive=way.send)
+        is_even = self.pad_factor is not None
+        returning = start_all_to_all(rows, self.group, send=way.receive, receive=way.send, is_even=is_even)
         return lambda: combine_rows(returning.wait(), way.sent, self.moves)
 
 

@@ -4,9 +4,11 @@ Legend: t tokens, h hidden, f feed-forward, e experts, k choices of a token.
 """
 
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core import parallel_state
@@ -16,6 +18,7 @@ from megatron.core.sharding.placement import initialize_parameters, local_rectan
 from megatron.core.transformer.moe.dispatch import build_dispatcher
 from megatron.core.transformer.moe.experts import SequentialExperts
 from megatron.core.transformer.moe.routing import Routing, expert_capacity, within_capacity
+from tests.test_utils.layout_faults import through_copy_engines
 from tests.test_utils.specs import named_specs
 
 TOKENS, HIDDEN, FFN, EXPERTS, K = 24, 6, 10, 4, 2
@@ -146,6 +149,32 @@ def test_plain_activations_and_biases_equal_one_rank_too(gloo_pool, kind):
 
 
 FACTOR = 1.25
+PADDED = {"moe_expert_capacity_factor": FACTOR, "moe_pad_expert_input_to_capacity": True}
+
+
+def through_engines(rank, world, ep, etp, overrides, data):
+    """The same, with the engines' transfers and what NCCL would have carried."""
+    with through_copy_engines(rank), mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as nccl:
+        groups = parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        )  # fmt: skip
+        result = run_layer(config_of(**overrides), groups, [each.chunk(world)[rank] for each in data])
+    engines = groups.etp_ep.engines
+    return *result, (engines._gathers._number > 0, engines._exchanges._number > 0, nccl.call_count)
+
+
+@pytest.mark.parametrize("kind", ["allgather", "static", "padded"])
+@pytest.mark.parametrize("layout", ["ep2", "ep2·etp2"])
+def test_copy_engines_carry_what_has_known_sizes(gloo_pool, layout, kind):
+    """All-gather dispatch gathers tokens and exchanges sums; all-to-all needs rows of equal number."""
+    world, ep, etp = LAYOUTS[layout]
+    data, padded = batch(), kind == "padded"
+    if padded:
+        data = limited(data, world)
+    overrides = KINDS["alltoall"] | PADDED if padded else KINDS[kind]
+    results = gloo_pool.run(through_engines, world, ep, etp, overrides, data)
+    compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
+    assert {each[4] for each in results} == {(not padded, True, int(padded))}, "only counts go through NCCL"
 
 
 def limited(data, ranks):
@@ -163,10 +192,7 @@ def limited(data, ranks):
 def test_padding_to_capacity_changes_nothing(gloo_pool, layout, kind, skewed):
     world, ep, etp = LAYOUTS.get(layout, (1, 1, 1))
     data = limited(batch(skewed=skewed), world)
-    overrides = {
-        "moe_token_dispatcher_type": kind, "moe_expert_capacity_factor": FACTOR,
-        "moe_pad_expert_input_to_capacity": True,
-    }  # fmt: skip
+    overrides = PADDED | {"moe_token_dispatcher_type": kind}
     results = gloo_pool.run(on_ranks, world, ep, etp, overrides, data)
     compare(results, run_layer(config_of(), SINGLE_PROCESS, data))
 
@@ -209,10 +235,7 @@ def test_static_rows_need_no_word_from_the_device(gloo_pool):
 
 @pytest.mark.parametrize("kind", ["allgather", "alltoall"])
 def test_padded_rows_need_no_word_from_the_device(gloo_pool, kind):
-    overrides = {
-        "moe_token_dispatcher_type": kind, "moe_expert_capacity_factor": FACTOR,
-        "moe_pad_expert_input_to_capacity": True,
-    }  # fmt: skip
+    overrides = PADDED | {"moe_token_dispatcher_type": kind}
     rows = EXPERTS // 2 * 2 * expert_capacity(TOKENS // 2, EXPERTS, K, FACTOR)
     data = limited(batch(), 2)
     assert gloo_pool.run(dispatch_without_the_host, 2, 2, 1, overrides, data) == [rows] * 2
