@@ -178,6 +178,7 @@ VARIANTS: dict[str, str] = {
     "nccl": "--no-copy-engines",
     "gather-tokens": "--moe-token-dispatcher-type allgather",
     "halves": "--overlap-moe-expert-parallel-comm --moe-router-load-balancing-type seq_aux_loss",
+    "static-rows": "--moe-token-dispatcher-type allgather --moe-static-rows",
     "forced-balance": "--moe-router-force-load-balancing",
     "learned": "--position-embedding-type learned_absolute",
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
