@@ -164,11 +164,12 @@ def case(number, random, folder, tally):
 
 
 def main():
-    cases = Cases(__doc__, count=10**9, kind=common.KIND, flag={"nargs": "+", "help": "only these"})
+    flag = {"nargs": "+", "metavar": "NAME", "help": "only these, named without dashes"}
+    cases = Cases(__doc__, count=10**9, kind=common.KIND, flag=flag)
     common.import_everything()
     common.write_data(cases.folder)
     known = [name for name, _ in flags()]
-    numbers = [known.index(flag) for flag in cases.options.flag or known]
+    numbers = [known.index(f"--{name}") for name in cases.options.flag] if cases.options.flag else range(len(known))
     return cases.run(case, numbers=numbers)
 
 

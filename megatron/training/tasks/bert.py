@@ -18,13 +18,12 @@ from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
+from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
-
-LONGEST_NGRAM = 3
 
 
 class BertTask(LanguageModelTask):
@@ -54,7 +53,7 @@ class BertTask(LanguageModelTask):
             return mock_data(self, num_samples)
         config = BERTMaskedWordPieceDatasetConfig(
             **self.masking_options(),
-            masking_max_ngram=LONGEST_NGRAM,
+            masking_max_ngram=LONGEST_NGRAM["bert"],
             classification_head=cfg.bert_binary_head,
         )
         return self.datasets(BERTMaskedWordPieceDataset, config, num_samples)

@@ -7,7 +7,7 @@ import torch
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
 from megatron.core.models.bert_description import describe_bert
@@ -59,6 +59,16 @@ def test_attention_is_counted_in_full():
     ]
     pairs = 16**2 - (12**2 + 13**2) / 2
     assert flops == [[4.0 * 16**2 * 24] * 2, [4.0 * pairs * 24] * 2]
+
+
+def test_what_the_ends_of_the_model_are_and_move():
+    """Bytes of fp32 per token, on one of three tensor-parallel ranks: 61 words in 72 rows."""
+    config = TransformerConfig(**SIZES, tensor_model_parallel_size=3)
+    described = describe_bert(config, Vocabulary(61, True, 8), seq_length=16, max_sequence_length=16)
+    first, *_, last = described.pieces
+    assert first.params[0].stored == (72, 24) and "bert_binary_head" in first.settings
+    moved = {op.name: op.traffic for op in last.ops}
+    assert moved["final_layernorm"] == 8 * 4 * 24 and moved["cross entropy"] == 3 * 4 * 72 / 3
 
 
 def inputs(padding=0):
@@ -116,5 +126,25 @@ def test_logits_have_a_bias_and_no_padding():
 def test_one_layer_spec_serves_all_layers():
     config = TransformerConfig(**SIZES)
     model = BertModel(config, 0, get_bert_layer_local_spec(), 61, 16, add_binary_head=False, groups=SINGLE_PROCESS)
-    logits, binary = model(torch.zeros(1, 16, dtype=torch.long))
+    one, other = torch.zeros(1, 16, dtype=torch.long), torch.arange(16)[None] // 15
+    logits, binary = model.eval()(one)
     assert binary is None and len(model.encoder.layers) == 2 and logits.shape == (1, 16, 128)
+    assert not torch.equal(logits[0, 0], model(other)[0][0, 0])  # sees the last token
+
+
+def test_a_stage_holds_its_own_branches_of_the_whole():
+    """The last of two pipeline ranks, which needs no process group to be built."""
+    whole, config, *_ = make()
+    config = dataclasses.replace(config, pipeline_model_parallel_size=2)
+    groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1))
+    stages = [
+        BertModel(
+            config, 2, get_bert_block_spec(config), 61, 16, pre_process=False, groups=groups,
+            make_vocab_size_divisible_by=8, **chosen,
+        )
+        for chosen in ({}, {"branches": range(3, 4)})
+    ]  # fmt: skip
+    own, given = (set(stage.state_dict()) for stage in stages)
+    assert "encoder.layers.1.mlp.linear_fc2.weight" in own & given and "pooler.dense.weight" in own
+    assert own < {*whole.state_dict(), "output_layer.weight"} and not any("layers.0" in name for name in own)
+    assert not any("self_attention" in name or "layers.0" in name for name in given) and given < own
