@@ -170,6 +170,12 @@ def test_a_sample_depends_on_seed_and_number_alone(prefix):
     assert any((first[i]["text"] != other[i]["text"]).any() for i in range(50))
 
 
+def test_text_that_holds_the_padding_id_is_labelled_0(tmp_path):
+    prefix = write(tmp_path / "data", [[np.full(9, 1), np.full(9, 1)]] * 4)
+    sample = train("bert", prefix, 4, tokenizer=WordPieces(1, cls=6))[0]
+    assert set(sample["labels"][sample["loss_mask"] == 1]) == {0} and set(sample["labels"]) == {-1, 0}
+
+
 @pytest.mark.parametrize("tokenizer", [WordPieces(pad=None), WordPieces(pad=2), WordPieces(pad=-1)])
 def test_padding_needs_no_id_of_its_own(prefix, tokenizer):
     expected, ours = train("bert", prefix, 50), train("bert", prefix, 50, tokenizer=tokenizer)
