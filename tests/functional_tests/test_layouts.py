@@ -57,6 +57,7 @@ BUGS = [
     ("attention_gradients_of_blocks_are_off", "cp2", "gradient", ""),
     ("every_rank_pools_its_own_first_position", "bert-pp2-tp2-sp", "loss", "sop loss"),
     ("pairs_weigh_as_on_one_rank", "bert-fsdp2", "gradient", ""),
+    ("samples_of_a_row_drop_other_elements", "bert-packed-cp2-tp2-sp", "loss", "lm loss"),
     ("router_gradients_not_summed", "tp2-sp-ep2-etp2", "gradient", ROUTER),
     ("experts_summed_over_dense_ranks", "ep2-etp2-dp8", "gradient", EXPERTS),
     ("gradients_of_experts_averaged", "ep2-alltoall", "gradient", EXPERTS),

@@ -47,6 +47,9 @@ ENCODERS = {
         "--bert-no-binary-head --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
         " --window-size 31,31 --window-attn-skip-freq 3",
     ),
+    "packed-bert": (
+        "pretrain_bert.py", "--use-packed-sequence --window-size 31,31 --window-attn-skip-freq 3 --hidden-dropout 0.1"
+    ),
     "t5": ("pretrain_t5.py", "--decoder-seq-length 128 --relu --normalization RMSNorm --disable-bias-linear"),
     "t5-rotary": ("pretrain_t5.py", "--decoder-seq-length 128 --swiglu --position-embedding-type rope"),
     "t5-relative": ("pretrain_t5.py", "--decoder-seq-length 128 --position-embedding-type relative"),

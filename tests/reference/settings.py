@@ -76,7 +76,7 @@ DATA = {
 DEFAULTS = {**SIZES, **NETWORK, **POSITIONS, **LATENT_ATTENTION, **EXPERTS, **ENCODERS, **OPTIMIZER, **SCHEDULE, **DATA}
 OTHER_WAYS = ("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "make_vocab_size_divisible_by",
               "cross_entropy_chunk_tokens", "recompute_activations", "moe_router_dtype", "moe_grouped_gemm",
-              "moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_fusion",
+              "use_packed_sequence", "moe_token_dispatcher_type", "moe_permute_fusion", "moe_router_fusion",
               "moe_pad_expert_input_to_capacity", "moe_shared_expert_overlap")  # fmt: skip
 """Flags that ask for another way to the same numbers."""
 

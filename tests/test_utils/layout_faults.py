@@ -228,6 +228,18 @@ def pairs_weigh_as_on_one_rank(rank):
     return mock.patch.object(where.BertTask, "global_batch", of_this_rank)
 
 
+def samples_of_a_row_drop_other_elements(rank):
+    """Dropout in samples that are laid end to end goes by the first one's number."""
+    where = module("megatron.training.tasks.bert")
+    correct = where.laid_end_to_end
+
+    def of_the_first(batch, lengths, multiple):
+        first = batch["sample_index"][:1].expand(len(lengths)).clone()
+        return correct({**batch, "sample_index": first}, lengths, multiple)
+
+    return mock.patch.object(where, "laid_end_to_end", of_the_first)
+
+
 def states_go_on_to_the_next_document(rank):
     """States of a recurrence do not start anew with a document, on all ranks but the first."""
     where = module("tests.test_utils.gated_recurrence")

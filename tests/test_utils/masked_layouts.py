@@ -19,12 +19,15 @@ BERT_MODELS = {
         " --group-query-attention --num-query-groups 2 --qk-layernorm"
     ),
     "bert-five": f"{DROPOUT} --num-layers 5 --apply-residual-connection-post-layernorm",
+    "bert-packed": "--hidden-dropout 0.1 --attention-dropout 0",
     "bert-bf16": f"{DROPOUT} --bf16 --adam-eps 1e-2",
 }
 SP = "--sequence-parallel"
 MBS = "--micro-batch-size 2"
 TP2, CP2, PP2 = (f"{MBS} --{kind}-parallel-size 2" for kind in ("tensor-model", "context", "pipeline-model"))
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size 3000"
+PACKED = "--use-packed-sequence"
+"""Among the flags of a layout: rows without padding are compared with padded ones."""
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTED = "--recompute-granularity selective --recompute-modules"
 BERT_ROWS = {
@@ -61,9 +64,20 @@ BERT_ROWS = {
     "bert-recompute": ("bert", f"{TP2} {SP} {FULL}", 2),
     "bert-recompute-parts": ("bert", f"{TP2} {SP} {SELECTED} core_attn layernorm mlp", 2),
     "bert-recompute-pp2-zero-bubble": ("bert-rms", f"{PP2} --pipeline-schedule zero-bubble {SELECTED} mlp_act", 2),
+    "bert-packed": ("bert-packed", f"--micro-batch-size 4 {PACKED}", 1),
+    "bert-packed-sgd": ("bert-sgd", f"--micro-batch-size 8 {PACKED}", 1),
+    "bert-packed-dp2-zero": ("bert-packed", f"{MBS} {ZERO} {PACKED}", 2),
+    "bert-packed-fsdp2": ("bert-packed", f"{MBS} --use-torch-fsdp2 {PACKED}", 2),
+    "bert-packed-tp2-sp": ("bert-packed", f"{TP2} {SP} {PACKED} {FULL}", 2),
+    "bert-packed-tp2": ("bert-modern", f"{TP2} {PACKED}", 2),
+    "bert-packed-cp2-tp2-sp": ("bert-packed", f"{CP2} --tensor-model-parallel-size 2 {SP} {PACKED}", 4),
+    "bert-packed-cp2-allgather": ("bert-sgd", f"{CP2} --cp-comm-type allgather {PACKED}", 2),
+    "bert-packed-cp2-a2a": ("bert-modern", f"{CP2} --cp-comm-type a2a {PACKED}", 2),
+    "bert-packed-cp4-modern": ("bert-modern", f"{MBS} --context-parallel-size 4 {PACKED}", 4),
 }  # fmt: skip
 IN_THE_SUITE = {
     "bert-accumulation", "bert-zero2-tp2-sp", "bert-fsdp2", "bert-tp2-sp-modern", "bert-cp2", "bert-cp2-tp2-sp",
-    "bert-pp2-tp2-sp", "bert-pp2-zero-bubble",
+    "bert-pp2-tp2-sp", "bert-pp2-zero-bubble", "bert-packed-dp2-zero", "bert-packed-cp2-tp2-sp",
+    "bert-packed-cp4-modern",
 }
 """Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

@@ -60,6 +60,9 @@ BERT = {
     "modern-bert": f"{MODERN} --geglu --exact-gelu --embed-layernorm --init-method-std 0.2 {DROPOUT}",
     "odd-sizes": "--num-layers 1 --hidden-size 24 --num-attention-heads 3 --seq-length 19",
     "parallel": "--use-parallel-residual --init-method-std 0.1",
+    "packed": f"--use-packed-sequence --hidden-dropout 0.1 --data-path a --split 60,30,10 {WHOLE} --short-seq-prob 0.5",
+    "packed-modern": f"--use-packed-sequence --data-path a --split 60,30,10 {MODERN} --geglu --hidden-dropout 0.1"
+                     " --window-size 4,4 --window-attn-skip-freq [0,1] --rotary-base-local 20 --init-method-std 0.2",
 }  # fmt: skip
 T5 = {
     **BOTH,

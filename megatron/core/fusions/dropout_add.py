@@ -29,7 +29,7 @@ class Draw(NamedTuple):
     key: int
     """64 bits."""
     sample_b: Tensor
-    """int64 [b]."""
+    """int64 [b]; or [s] where b is 1."""
     position_s: Tensor
     """int64 [s]."""
     threshold: int
@@ -54,14 +54,14 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["key_low", "key_high"])
     def _dropout_kernel(
-        x, residual, out, samples, positions, key_low, key_high, threshold, scale, batch, width, tiles,
+        x, residual, out, samples, positions, key_low, key_high, threshold, scale, num_samples, batch, width, tiles,
         ADDS: tl.constexpr, BLOCKS: tl.constexpr,
     ):  # fmt: skip
         """8 * BLOCKS features of one token."""
         token = (tl.program_id(0) // tiles).to(tl.int64)
         block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
         zero = tl.zeros((BLOCKS,), dtype=tl.uint32)
-        sample = tl.load(samples + token % batch)
+        sample = tl.load(samples + token % num_samples)
         position = tl.load(positions + token // batch)
         word_0, word_1, word_2, word_3 = _philox(
             block.to(tl.uint32), zero + position.to(tl.uint32), zero + sample.to(tl.uint32),
@@ -94,7 +94,7 @@ def _launch(x: Tensor, residual: Tensor | None, out: Tensor, draw: Draw) -> None
     _dropout_kernel[(length * batch * tiles,)](
         x, x if residual is None else residual, out, draw.sample_b, draw.position_s,
         _signed(draw.key & 0xFFFFFFFF), _signed(draw.key >> 32), draw.threshold, 65536 / (65536 - draw.threshold),
-        batch, width, tiles, ADDS=residual is not None, BLOCKS=_BLOCKS, num_warps=_NUM_WARPS,
+        len(draw.sample_b), batch, width, tiles, ADDS=residual is not None, BLOCKS=_BLOCKS, num_warps=_NUM_WARPS,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ class DropoutCoordinates:
 
     stream: DropoutStream
     sample_b: Tensor
-    """Global sample counter, int64 [b]."""
+    """Global sample counter, int64 [b]; of each token [s] of the stream where samples share the one row."""
     position_s: Tensor
     """Global position of each token of the residual stream on this rank, int64 [s]."""
 
@@ -77,9 +77,10 @@ class Dropout(nn.Module):
         features = range(x.shape[-1])
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device)
         step = max(1, COUNTERS_PER_PASS * 8 // max(1, x[0].numel()))
+        samples = at.sample_b.view(-1, x.shape[1], 1)
         for first in range(0, len(x), step):
             position = at.position_s[first : first + step, None, None]
-            sample = at.sample_b[None, :, None]
+            sample = samples if len(samples) == 1 else samples[first : first + step]
             mask[first : first + step] = at.stream.keep_mask(self.rate, self.site, sample, position, 0, features)
         return _added(self._scaled(x, mask), residual)
 

@@ -17,3 +17,7 @@ class MaskedDataConfig:
 
     short_seq_prob: Annotated[float, Range(0, 1)] = 0.1
     """Share of samples that are made shorter than they could be (pretrain_bert.py, pretrain_t5.py)."""
+
+    use_packed_sequence: bool = False
+    """Lay the samples of a micro-batch end to end in one row, without padding; attention keeps them apart
+    (pretrain_bert.py)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -20,7 +21,7 @@ from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
+from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
 from megatron.training.initialize import training_device
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
@@ -73,14 +74,32 @@ class BertTask(LanguageModelTask):
         return iter(batches)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
-        """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, sample_index [b]; bounds of
-        tokens and padding (``documents``), None without padding. Under context parallelism this rank's tokens."""
+        """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, counts (of which pairs the
+        loss is added here), sample_index [b]; bounds of tokens and padding (``documents``), None without padding. Under
+        context parallelism this rank's tokens. With --use-packed-sequence as :meth:`_packed` says."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
         batch, lengths = longest_first(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
+        if self.cfg.use_packed_sequence:
+            return self._packed(batch, lengths)
         length = batch["text"].shape[1]
+        batch["counts"] = (batch["sample_index"] >= 0) & parallel_state.get_process_groups().cp.is_first
         documents = PackedSeqParams.of_lengths(lengths, length) if int(lengths.min()) < length else None
         return on_device(get_batch_on_this_cp_rank(batch), documents)
+
+    def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
+        """One row: sample_index and position_ids [1, n] of every token, ``first_tokens``, where this rank's tokens
+        begin a sample, and is_random and counts of those samples."""
+        cfg, sequence = self.cfg, self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
+        cp = cfg.context_parallel_size
+        whole, documents = laid_end_to_end(batch, lengths, cp * math.lcm(2 if cp > 1 else 1, sequence))
+        row = get_batch_on_this_cp_rank(whole)
+        document = row.pop("document")[0]
+        row["first_tokens"] = (row["position_ids"][0] == 0).nonzero()[:, 0]
+        begun = document[row["first_tokens"]]
+        row["is_random"], row["counts"] = row["is_random"][begun], row["sample_index"][begun] >= 0
+        row["sample_index"] = row["sample_index"][document][None]
+        return on_device(row, documents)
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum of the losses of masked tokens and, weighted by :attr:`pair_weight`, of the order of pairs. ``output``:
@@ -94,10 +113,10 @@ class BertTask(LanguageModelTask):
         return loss, num_tokens, report
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over this rank's pairs, and their number; what evens out a ragged evaluation is none."""
+        """Sum over the pairs that count on this rank, and their number; what evens out a ragged evaluation is none."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         each = F.cross_entropy(logits, batch["is_random"], reduction="none")
-        counts = (batch["sample_index"] >= 0).to(each.dtype) * float(parallel_state.get_process_groups().cp.is_first)
+        counts = batch["counts"].to(each.dtype)
         return (each * counts).sum(), counts.sum()
 
     def forward_step(self, data_iterator: Iterator[dict], model: nn.Module) -> tuple[Any, Callable]:
@@ -109,6 +128,8 @@ class BertTask(LanguageModelTask):
             lm_labels=batch["labels"],
             packed_seq_params=batch["documents"],
             sample_index=batch["sample_index"],
+            position_ids=batch.get("position_ids"),
+            first_tokens=batch.get("first_tokens"),
         )
         return output, partial(self.loss_func, batch)
 

@@ -57,6 +57,18 @@ def relative_positions(cfg):
     return len(model.encoder_relative_pos_emb.table), model.max_distance
 
 
+def shape_of_rows(cfg):
+    """Rows of a micro-batch, and whether they hold padding."""
+    from megatron.training.data.loader import KeyedDataset, collate
+    from megatron.training.tasks.bert import BertTask
+    from megatron.training.verify.layout_trace import with_synthetic_data
+
+    task = with_synthetic_data(BertTask, 61)(cfg)
+    samples = KeyedDataset(task.train_valid_test_datasets_provider((4, 0, 0))[0])
+    batch = task.get_batch(iter([collate([samples[index, index] for index in range(4)])]))
+    return batch["text"].shape[0], batch["text"].numel() < 4 * cfg.seq_length
+
+
 WITHOUT = "--tokenizer-type --vocab-size"
 T5 = {
     "base": f"{BERT} --vocab-extra-ids 10 --decoder-seq-length 16 --position-embedding-type relative",
@@ -66,6 +78,7 @@ ROWS = [
     Probe("--mask-prob 0.3", of_samples("masking_probability"), 0.3, base=BERT, without=WITHOUT),
     Probe("--short-seq-prob 0.5", of_samples("short_sequence_probability"), 0.5, base=BERT, without=WITHOUT),
     Probe("--bert-no-binary-head", names_of_heads, []),
+    Probe("--use-packed-sequence", shape_of_rows, (1, True), base=BERT, without=WITHOUT, family="bert"),
     Probe("--decoder-num-layers 5", decoder_depth, 5, **T5),
     Probe("--decoder-seq-length 12", answer_length, 12, **T5),
     Probe("--relative-attention-num-buckets 8", relative_positions, (8, 128), **T5),

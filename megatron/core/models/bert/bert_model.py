@@ -92,6 +92,8 @@ class BertModel(LanguageModule):
         *,
         packed_seq_params: PackedSeqParams | None = None,
         sample_index: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        first_tokens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """(logits [b, s, v], with -inf for padded entries, or losses fp32 [b, s] of every label; logits [b, 2] of the
         binary head or None). On a pipeline stage other than the last: hidden states [s, b, h].
@@ -103,15 +105,20 @@ class BertModel(LanguageModule):
             tokentype_ids: int64 [b, s].
             lm_labels: int64 [b, s]; a valid id also where the loss does not count.
             sample_index: int64 [b], the samples' places in the whole run, on which dropout masks depend.
+            position_ids: int64 [1, s], each token's place in its sample, where ``packed_seq_params`` are samples laid
+                end to end in one row; ``sample_index`` is [1, s] then. None: samples are rows.
+            first_tokens: int64 [n], where samples begin in that row (of this rank's tokens). There are n rows of the
+                binary head's logits then.
 
         Raises:
             ValueError: padding that is not behind all tokens.
         """
         if attention_mask is not None:
             packed_seq_params = PackedSeqParams.of_lengths(lengths_of_mask(attention_mask), attention_mask.shape[1])
-        context = self.forward_context(input_ids, sample_index, packed_seq_params)
+        context = self.forward_context(input_ids, sample_index, packed_seq_params, position_ids)
         if self.pre_process:
-            position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
+            if position_ids is None:
+                position_ids = self.local_positions(input_ids.shape[1], input_ids.device).expand(input_ids.shape)
             hidden_states = self.embedding(input_ids, position_ids, context.dropout, tokentype_ids)
         else:
             hidden_states = self.received
@@ -120,5 +127,5 @@ class BertModel(LanguageModule):
             return hidden_states
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
-            binary_logits = self.binary_head(self.pooler(hidden_states))[0]
+            binary_logits = self.binary_head(self.pooler(hidden_states, first_tokens))[0]
         return self.outputs(self.lm_head(hidden_states), lm_labels), binary_logits

@@ -33,10 +33,12 @@ class BertLMHead(nn.Module):
 
 
 class Pooler(nn.Module):
-    """[s, b, h] -> [b, h]: tanh of a dense layer of each sequence's first position.
+    """[s, b, h] -> [b, h]: tanh of a dense layer of each sequence's first position; or of a row [s, 1, h] of samples
+    -> [n, h], that of each of the ``first_tokens``, int64 [n].
 
     That position is on one of the ranks that split a sequence. Tensor-parallel ranks all get its vector; of
-    context-parallel ranks only the first has it (:attr:`sees_first`), what others return means nothing.
+    context-parallel ranks only the first has it, what others return means nothing. But
+    ``first_tokens`` are those of one context-parallel rank, counted in its tokens.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroups) -> None:
@@ -45,8 +47,14 @@ class Pooler(nn.Module):
         self.dense = ReplicatedLinear(
             width, width, config=config, init_method=weight_init(config), whole_input=True, groups=groups
         )
-        self.stream, self.sees_first = groups.stream(config.sequence_parallel), groups.cp.is_first
+        self.stream = groups.stream(config.sequence_parallel)
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        first = hidden_states[0] * float(self.stream.is_first)  # the others hold later positions
+    def forward(self, hidden_states: Tensor, first_tokens: Tensor | None = None) -> Tensor:
+        if first_tokens is None:
+            first = hidden_states[0] * float(self.stream.is_first)  # the others hold later positions
+        else:
+            length = len(hidden_states)
+            places = first_tokens - self.stream.rank * length
+            here = (places >= 0) & (places < length)
+            first = hidden_states[places.clamp(0, length - 1), 0] * here[:, None]
         return torch.tanh(self.dense(reduce_from_tensor_model_parallel_region(first, self.stream))[0])

@@ -189,19 +189,31 @@ class LanguageModule(MegatronModule):
     # ---- positions
 
     def forward_context(
-        self, input_ids: Tensor, sample_index: Tensor | None, documents: PackedSeqParams | None = None, **more: Any
+        self, input_ids: Tensor, sample_index: Tensor | None, documents: PackedSeqParams | None = None,
+        position_ids: Tensor | None = None, **more: Any,
     ) -> ForwardContext:  # fmt: skip
-        """What layers know of tokens [b, s] of this rank, and ``more`` fields. ValueError: ``documents`` of others."""
+        """What layers know of tokens [b, s] of this rank, and ``more`` fields.
+
+        ``position_ids`` [1, s]: the one row is of several samples, and ``sample_index`` [1, s] says of which each token
+        is; else samples are rows, of which ``sample_index`` has one entry each.
+
+        Raises:
+            ValueError: ``documents`` are of other tokens.
+            UserError: a row of several samples, and dropout of attention weights, which knows rows alone.
+        """
         (batch, length), device, cp = input_ids.shape, input_ids.device, self.groups.cp
         if documents is not None:
             documents.check(batch, length * cp.size)
-        rotary, rotary_local = (
-            None if each is None else each(length, device, cp)
-            for each in (self.rotary_pos_emb, self.rotary_pos_emb_local)
-        )
+        if position_ids is not None and self.training and self.config.attention_dropout:
+            raise UserError("position_ids: samples that share a row train with attention_dropout 0")
+        embeddings = self.rotary_pos_emb, self.rotary_pos_emb_local
+        if position_ids is None:
+            rotary, rotary_local = (None if each is None else each(length, device, cp) for each in embeddings)
+        else:
+            rotary, rotary_local = (None if each is None else each.tables(position_ids[0]) for each in embeddings)
         return ForwardContext(
             rotary_pos_emb=rotary, rotary_pos_emb_local=rotary_local, packed_seq_params=documents,
-            dropout=self.dropout_coordinates(batch, length, sample_index, device), **more,
+            dropout=self.dropout_coordinates(batch, length, sample_index, device, position_ids), **more,
         )  # fmt: skip
 
     def local_positions(self, length: int, device: torch.device) -> Tensor:
@@ -210,14 +222,18 @@ class LanguageModule(MegatronModule):
         return zigzag.positions(length * cp.size, cp.rank, cp.size, device)
 
     def dropout_coordinates(
-        self, batch: int, length: int, sample_index: Tensor | None, device: torch.device
-    ) -> DropoutCoordinates | None:
+        self, batch: int, length: int, sample_index: Tensor | None, device: torch.device,
+        position_ids: Tensor | None = None,
+    ) -> DropoutCoordinates | None:  # fmt: skip
         """None: nothing is dropped, as in evaluation."""
         if not self.training:
             return None
-        sample_index = self.samples(batch, sample_index, device)
-        local = self.local_positions(length, device).chunk(self._stream_split.size)[self._stream_split.rank]
-        return DropoutCoordinates(self.dropout_stream, sample_index, local)
+        stream = self._stream_split
+        samples = self.samples(batch, sample_index, device)
+        if samples.dim() > 1:  # of every token of a row
+            samples = samples[0].chunk(stream.size)[stream.rank]
+        positions = self.local_positions(length, device) if position_ids is None else position_ids[0]
+        return DropoutCoordinates(self.dropout_stream, samples, positions.chunk(stream.size)[stream.rank])
 
     def samples(self, batch: int, sample_index: Tensor | None, device: torch.device) -> Tensor:
         """``sample_index``; without, successive calls count on: masks differ between calls, but are not tied to the

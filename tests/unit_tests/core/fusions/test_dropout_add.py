@@ -14,17 +14,17 @@ from tests.test_utils.kernels import DEVICE, assert_equal_to_formula, filled
 STREAM, SITE = DropoutStream(7), ("layer", 3, "x")
 
 
-def mask_and_draw(shape, rate):
-    """Samples and positions beyond 32 and 16 bits."""
+def mask_and_draw(shape, rate, samples=None):
+    """Samples, as many as rows unless told, and positions beyond 32 and 16 bits."""
     length, batch, width = shape
-    sample = torch.arange(batch) * ((3 << 32) + 0x9000_0001) + 5
+    sample = torch.arange(samples or batch) * ((3 << 32) + 0x9000_0001) + 5
     position = torch.arange(length).flip(0) * 131_071
-    keep = STREAM.keep_mask(rate, SITE, sample[None, :, None], position[:, None, None], 0, range(width))
+    keep = STREAM.keep_mask(rate, SITE, sample.view(-1, batch, 1), position[:, None, None], 0, range(width))
     return keep, Draw(STREAM.key(SITE), sample.to(DEVICE), position.to(DEVICE), round(rate * 65536))
 
 
-def check(shape, dtype, rate, *, adds):
-    keep, draw = mask_and_draw(shape, rate)
+def check(shape, dtype, rate, *, adds, samples=None):
+    keep, draw = mask_and_draw(shape, rate, samples)
     scaled = keep.to(DEVICE) / (1 - STREAM.exact_rate(rate))
     ones = torch.ones(shape, device=DEVICE)
     assert torch.equal(dropout_add_triton(ones, None, draw) != 0, keep.to(DEVICE)), "another mask"
@@ -44,6 +44,10 @@ def check(shape, dtype, rate, *, adds):
 )  # fmt: skip
 def test_the_mask_and_the_sum_are_those_of_the_formula(shape, dtype, rate, adds):
     check(shape, dtype, rate, adds=adds)
+
+
+def test_every_token_of_one_row_may_be_of_another_sample():
+    check((5, 1, 12), torch.float32, 0.5, adds=True, samples=5)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.9])

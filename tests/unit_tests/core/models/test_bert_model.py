@@ -12,6 +12,7 @@ from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
 from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.description import Vocabulary
+from megatron.training.data.batch import laid_end_to_end
 
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 SETTINGS = {
@@ -93,6 +94,30 @@ def test_padding_is_inert_and_said_in_two_ways():
     assert torch.equal(by_lengths, again)
     shorter, _ = model(ids[1:2, :-5], None, types[1:2, :-5], labels[1:2, :-5])
     torch.testing.assert_close(shorter, losses[1:2, :-5])
+
+
+@pytest.mark.parametrize("position_embedding_type", ["learned_absolute", "rope"])
+def test_samples_laid_end_to_end_are_what_they_are_in_rows(position_embedding_type):
+    model, *_ = make(position_embedding_type=position_embedding_type)
+    ids, mask, types, labels = inputs()
+    lengths = torch.tensor([16, 7, 11])
+    used = torch.arange(16) < lengths[:, None]
+    losses, binary = model(ids, used.long(), types, labels)
+    row = {"loss_mask": mask, "ids": ids, "types": types, "labels": labels, "sample_index": torch.arange(3)}
+    row, documents = laid_end_to_end(row, lengths, 8)
+    packed, packed_binary = model(
+        row["ids"], tokentype_ids=row["types"], lm_labels=row["labels"], packed_seq_params=documents,
+        position_ids=row["position_ids"], first_tokens=torch.tensor([0, 16, 23, 34]),
+    )  # fmt: skip
+    torch.testing.assert_close(packed[0, :34], losses[used])
+    torch.testing.assert_close(packed_binary[:3], binary)
+
+
+def test_samples_that_share_a_row_drop_no_attention_weights():
+    model, *_ = make()
+    model.config.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="train with attention_dropout 0"):
+        model.train()(torch.zeros(1, 16, dtype=torch.long), position_ids=torch.arange(16)[None])
 
 
 def test_tokens_see_what_is_behind_them():

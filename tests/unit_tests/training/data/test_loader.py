@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.training.data.batch import laid_end_to_end
 from megatron.training.data.loader import (
     PADDING,
     EpochShuffle,
@@ -95,6 +96,18 @@ def test_boundaries_of_documents_are_laid_end_to_end():
         {"tokens": np.zeros(8), "cu_seqlens": np.array([0, 8], np.int32), "sample_index": np.int64(1)},
     ]
     assert collate(samples)["cu_seqlens"].tolist() == [0, 3, 8, 16]
+
+
+def test_samples_are_laid_end_to_end_and_the_row_is_filled_up():
+    text = torch.arange(1, 13).view(3, 4)
+    batch = {"text": text, "loss_mask": text, "is_random": torch.ones(3), "sample_index": torch.tensor([7, 8, -1])}
+    row, documents = laid_end_to_end(batch, torch.tensor([4, 1, 2]), 3)
+    assert row["text"].tolist() == [[1, 2, 3, 4, 5, 9, 10, 0, 0]] and documents.document_bounds() == (0, 4, 5, 7, 9)
+    assert row["position_ids"].tolist() == [[0, 1, 2, 3, 0, 0, 1, 0, 1]] and documents.max_seqlen_q == 4
+    assert row["document"].tolist() == [[0, 0, 0, 0, 1, 2, 2, 3, 3]]
+    assert row["sample_index"].tolist() == [7, 8, -1, -1] and row["is_random"].tolist() == [1, 1, 1, 0]
+    exact, bounds = laid_end_to_end(batch, torch.tensor([4, 1, 1]), 3)
+    assert exact["text"].tolist() == [[1, 2, 3, 4, 5, 9]] and bounds.document_bounds() == (0, 4, 5, 6)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

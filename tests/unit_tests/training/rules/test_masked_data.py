@@ -13,9 +13,9 @@ TINY = (
 WORDS = "--vocab-file vocab.txt --dry-run --tokenizer-type "
 
 
-def problems(family, text):
+def problems(family, text, world_size=1):
     lengths = "--decoder-seq-length 16 " if family == "t5" else ""
-    found = check(resolve(parse_args((TINY + lengths + text).split(), model_family=family), 1))
+    found = check(resolve(parse_args((TINY + lengths + text).split(), model_family=family), world_size))
     return [str(each) for each in found if "dry" not in str(each)]
 
 
@@ -44,6 +44,19 @@ def test_a_length_is_named_as_it_was_given():
     text = TINY.replace("--seq-length 32", "--encoder-seq-length 3") + "--decoder-seq-length 16 --vocab-extra-ids 9 "
     found = check(resolve(parse_args((text + WORDS + "BertWordPieceCase").split(), model_family="t5"), 1))
     assert any(str(each).startswith("--encoder-seq-length 3: leaves 1 tokens") for each in found)
+
+
+@pytest.mark.parametrize("family, text, reason", [
+    ("bert", "--attention-dropout 0.1", "drop no weights; --attention-dropout 0"),
+    ("bert", "--pipeline-model-parallel-size 2", "stages exchange tensors of one shape"),
+    ("t5", "", "lays samples of pretrain_bert.py end to end"),
+    ("gpt", "", "--reset-attention-mask keeps documents apart"),
+])  # fmt: skip
+def test_rows_of_several_samples_are_for_some_runs(family, text, reason):
+    flags = f"NullTokenizer --vocab-size 99 --mock-data --attention-dropout 0 --use-packed-sequence {text}"
+    world_size = 2 if "pipeline" in text else 1
+    (problem,) = (each for each in problems(family, WORDS + flags, world_size) if "packed" in each)
+    assert reason in problem
 
 
 @pytest.mark.parametrize("family, text", [
