@@ -26,7 +26,7 @@ from megatron.core.config.errors import UserError  # noqa: E402
 from megatron.core.export.hf import load_hf, save_hf  # noqa: E402
 
 ENCODERS = ["bert", "megatron-bert", "modern-bert"]
-CONVERTED = [*ENCODERS, "t5-v1.1"]
+CONVERTED = [*ENCODERS, "t5", "t5-v1.1"]
 
 
 def our_model(settings):
@@ -160,3 +160,47 @@ def test_what_random_weights_of_flags_write_is_read_back(name, tmp_path):
     assert not (tmp_path / "theirs" / "generation_config.json").exists()
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["architectures"] == [FAMILIES[name].architecture]
+
+
+@pytest.mark.parametrize("name", ["bert", "megatron-bert"])
+def test_a_bert_trained_without_pairs_is_the_masked_model_there(name, tmp_path):
+    flags = [*flags_of(FAMILIES[name]), "--bert-no-binary-head"]
+    exported = random_model(flags, VOCAB, model_family="bert")
+    save_hf(exported, tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    masked = FAMILIES[name].architecture.replace("PreTraining", "MaskedLM")
+    assert config["architectures"] == [masked] and config["type_vocab_size"] == 1
+    foreign, report = getattr(transformers, masked).from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(report.values()), report
+    again = load_hf(tmp_path / "theirs")
+    assert again.tensors.keys() == exported.tensors.keys() and not again.settings["bert_binary_head"]
+    assert all(torch.equal(again.tensors[key].read(), value.read()) for key, value in exported.tensors.items())
+    ours, arrays = our_model(again.settings), random_arrays(FAMILIES[name])
+    fill(ours, again)
+    inputs = {"input_ids": arrays["tokens"], "attention_mask": arrays["real"].long()}
+    logits = foreign.eval()(**inputs).logits
+    assert_close("logits", run_ours(ours, arrays, False, None)[0][..., :VOCAB][arrays["real"]], logits[arrays["real"]])
+    file = tmp_path / "theirs" / "model.safetensors"
+    held = load_file(file)
+    held["bert.embeddings.token_type_embeddings.weight"] += 1
+    save_file(held, file, {"format": "pt"})
+    with pytest.raises(UserError, match="token_type_embeddings.weight: is not zero"):
+        load_hf(tmp_path / "theirs")
+
+
+def test_a_t5_without_an_output_layer_in_its_files_begins_with_the_embedding(tmp_path):
+    """``transformers`` 5 ties a fresh T5 1.1 and does not scale it."""
+    settings = {**FAMILIES["t5-v1.1"].settings, "vocab_size": VOCAB, "decoder_start_token_id": 0}
+    transformers.T5ForConditionalGeneration(transformers.T5Config(**settings)).save_pretrained(tmp_path / "theirs")
+    if "lm_head.weight" in load_file(tmp_path / "theirs" / "model.safetensors"):
+        pytest.skip("this version does not tie it")
+    model = load_hf(tmp_path / "theirs")
+    assert any("begins as a copy of shared.weight" in note for note in model.notes)
+    words = model.tensors["model.embedding.word_embeddings.weight"].read()
+    assert torch.equal(model.tensors["model.lm_head.output_layer.weight"].read(), words)
+
+
+def test_a_t5_with_a_bias_behind_its_shared_output_layer_has_no_family(tmp_path):
+    flags = [each for each in flags_of(FAMILIES["t5"]) if each != "--scale-decoder-outputs"]
+    with pytest.raises(UserError, match="t5: scale_decoder_outputs is False, a shared output layer is scaled"):
+        save_hf(random_model(flags, VOCAB, model_family="t5"), tmp_path / "theirs")

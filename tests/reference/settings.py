@@ -49,7 +49,7 @@ ENCODERS = {
     "bert_no_binary_head": False, "mask_prob": 0.15, "short_seq_prob": 0.1, "encoder_num_layers": None,
     "decoder_num_layers": None, "encoder_seq_length": None, "decoder_seq_length": None,
     "embed_layernorm": False, "disable_norm_bias": False, "relu": False, "exact_gelu": False,
-    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128,
+    "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "scale_decoder_outputs": False,
 }  # fmt: skip
 OPTIMIZER = {
     "optimizer": "adam", "weight_decay": 0.01, "start_weight_decay": None, "end_weight_decay": None,

@@ -46,7 +46,7 @@ def initial_weights(c: Settings) -> Weights:
             make.matrix(f"{part}_{TABLE}", c.relative_attention_num_buckets, c.num_attention_heads)
     if c.untie_embeddings_and_output_weights:
         make.matrix(f"{T5.head}.weight", c.vocab_size, c.hidden_size)
-    else:
+    elif not c.scale_decoder_outputs:
         make.weights[f"{T5.head}.bias"] = torch.zeros(c.vocab_size, dtype=torch.float64)
     return make.weights
 
@@ -82,7 +82,8 @@ class T5(Model):
     def hidden(self) -> Tensor:
         """[b, s, h] of the decoder's last layer."""
         self.encoded = self.stack("encoder", torch.from_numpy(self.batch.encoder))
-        return self.stack("decoder", torch.from_numpy(self.batch.decoder))
+        decoded = self.stack("decoder", torch.from_numpy(self.batch.decoder))
+        return decoded / math.sqrt(self.c.hidden_size) if self.c.scale_decoder_outputs else decoded
 
     def stack(self, part: str, tokens: Tensor) -> Tensor:
         self.part, self.length = part, tokens.shape[1]

@@ -69,6 +69,7 @@ T5 = {
     "relative": f"{RELATIVE} --init-method-std 0.3",
     "relative-buckets": f"{RELATIVE} {BUCKETS} --init-method-std 0.3 --num-layers 3 --seq-length 44 {DROPOUT}",
     "t5": f"{RELATIVE} {BUCKETS} {RMS} --relu --softmax-scale 1 --kv-channels 12 --init-method-std 0.1",
+    "t5-v1.0": f"{RELATIVE} {RMS} --relu --softmax-scale 1 --scale-decoder-outputs --init-method-std 0.1",
     "t5-v1.1": f"{RELATIVE} {RMS} --geglu {UNTIED} --softmax-scale 1 --kv-channels 10 --norm-epsilon 1e-3 {DROPOUT}",
     "t5-in-fp32": (f"{RELATIVE} {RMS} --swiglu --micro-batch-size 2", "fp32"),
     "rotary": f"{ROPE} {RMS} --swiglu {UNTIED} {DROPOUT}",

@@ -59,6 +59,10 @@ class NetworkSizeConfig:
     embed_layernorm: bool = False
     """Normalise the embedding. The first branch of the first layer has no other norm than that (ModernBERT)."""
 
+    scale_decoder_outputs: bool = False
+    """The decoder's output divided by the square root of the hidden size, before a shared output layer without bias
+    (T5 1.0)."""
+
     final_logit_softcapping: PositiveFloat | None = None
     """Cap the output layer's logits softly: cap * tanh(logits / cap) (Gemma 2)."""
 

@@ -29,7 +29,9 @@ from megatron.core.models.common.description import (
     word_tables,
 )
 
-OWN_SETTINGS = ("decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance")
+OWN_SETTINGS = (
+    "decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance", "scale_decoder_outputs",
+)  # fmt: skip
 ENCODER_LAYER = ("attention", "feed-forward")
 DECODER_LAYER = ("attention", "cross-attention", "feed-forward")
 
@@ -102,8 +104,9 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 
 
 def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:
-    """Final norm, output layer, of a shared weight with a bias, loss."""
+    """Final norm, output layer, of a shared weight with a bias unless its input is scaled, loss."""
     head = describe_head(config, output, sizes.decoder_length)
     stored = None if output.stored is None else output.stored[:1]
     bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)
-    return replace(head, params=(*head.params, *([bias] if shared else []))).per_token_of(sizes.share)
+    more = [bias] if shared and not config.scale_decoder_outputs else []
+    return replace(head, params=(*head.params, *more)).per_token_of(sizes.share)

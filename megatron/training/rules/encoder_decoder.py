@@ -12,6 +12,8 @@ def two_stacks_are_of_pretrain_t5(cfg: PretrainConfig) -> Problems:
     for field in ("decoder_num_layers", "decoder_seq_length"):
         if getattr(cfg, field) is not None:
             yield problem(cfg, field, "counts only with pretrain_t5.py", "leave it out")
+    if cfg.scale_decoder_outputs:
+        yield problem(cfg, "scale_decoder_outputs", "counts only with pretrain_t5.py", "leave it out")
     if cfg.position_embedding_type == "relative":
         fix = "--position-embedding-type rope"
         yield problem(cfg, "position_embedding_type", "counts only with pretrain_t5.py", fix)
@@ -25,6 +27,12 @@ def encoder_layers_agree(cfg: PretrainConfig) -> Problems:
 def the_decoder_has_a_length(cfg: PretrainConfig) -> Problems:
     if cfg.model_family == "t5" and cfg.decoder_seq_length is None and not cfg.use_checkpoint_args:
         yield missing("decoder_seq_length")
+
+
+def a_scaled_output_is_shared(cfg: PretrainConfig) -> Problems:
+    if cfg.model_family == "t5" and cfg.scale_decoder_outputs and cfg.untie_embeddings_and_output_weights:
+        reason = "contradicts --untie-embeddings-and-output-weights: a shared output layer is what T5 1.0 scales"
+        yield problem(cfg, "scale_decoder_outputs", reason, "leave one of them out")
 
 
 REFUSED = {

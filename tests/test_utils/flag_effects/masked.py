@@ -41,6 +41,13 @@ def decoder_depth(cfg):
     return sum(len(layer) == 3 for layer in describe_run(cfg, 64).layers)
 
 
+def names_of_output(cfg):
+    """Without a bias."""
+    from megatron.training.model_description import describe_run
+
+    return [param.name for param in describe_run(cfg, 64).params() if "output_layer" in param.name]
+
+
 def answer_length(cfg):
     from megatron.training.tasks.t5 import T5Task
     from megatron.training.verify.layout_trace import with_synthetic_data
@@ -82,5 +89,6 @@ ROWS = [
     Probe("--decoder-num-layers 5", decoder_depth, 5, **T5),
     Probe("--decoder-seq-length 12", answer_length, 12, **T5),
     Probe("--relative-attention-num-buckets 8", relative_positions, (8, 128), **T5),
+    Probe("--scale-decoder-outputs", names_of_output, ["lm_head.output_layer.weight"], **T5),
     Probe("--relative-attention-max-distance 64", relative_positions, (32, 64), **T5),
 ]

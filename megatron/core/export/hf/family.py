@@ -78,6 +78,10 @@ class Family:
     """Ends of names that older files have -> the ends of today."""
     optional: tuple[str, ...] = ()
     """Modules that a folder may lack: they begin at random values."""
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that a folder may lack -> of which one they are a copy then."""
+    blank: Callable[[Mapping[str, Any]], dict[str, tuple[int, ...]]] = lambda settings: {}
+    """Tensors that a model of these settings lacks: they are zero there."""
 
     @property
     def passive(self) -> set[str]:
@@ -114,7 +118,7 @@ class Family:
         """
         if settings["model_family"] != self.model_family:
             raise refuse("model_family", settings["model_family"], f"the family has {self.model_family!r} alone")
-        config: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        config: dict[str, Any] = {"model_type": self.model_type}
         for rule in self.config:
             for name, value in rule.save(settings).items():
                 if config.setdefault(name, value) != value:
@@ -124,7 +128,7 @@ class Family:
         for name in described(settings)[1]:
             if name not in said and settings[name] != defaults[name]:
                 raise refuse(name, settings[name], f"the family has {defaults[name]!r} alone")
-        return config
+        return {"architectures": [self.architecture], **config}
 
     def tied(self, settings: Mapping[str, Any]) -> dict[str, str]:
         """Name of the output layer -> that of the embedding, where they are one tensor."""
@@ -151,7 +155,7 @@ class Family:
             if not key:
                 raise UserError(f"{self.model_type} has no tensor for {name}")
             layout = self.weights[key]
-            layout = Layout(layout) if isinstance(layout, str) else layout
+            layout = Layout(layout) if isinstance(layout, str) else layout.of(shape)
             before = str(int(layer or settings["num_layers"]) - 1)
             names = [each.replace("{before}", before).replace("*", layer, 1) for each in layout.names]
             yield name, shape, layout.renamed([f"{each}{end}" for each in names])

@@ -31,6 +31,10 @@ class Layout:
     def __init__(self, *names: str, transposed: bool = False) -> None:
         self.names, self.transposed = names, transposed
 
+    def of(self, shape: tuple[int, ...]) -> Layout:
+        """The layout of a weight of ``shape``."""
+        return self
+
     def renamed(self, names: Sequence[str]) -> Layout:
         """The same with other names."""
         layout = copy(self)
@@ -52,7 +56,15 @@ Weights = dict[str, Layout | str]
 
 
 class Halves(Layout):
-    """Gate and linear half of a gated feed-forward network: ours [2, f, h], theirs two tensors."""
+    """Gate and linear half of a gated feed-forward network: ours [2, f, h], theirs two tensors; ``whole`` is the name
+    of theirs where there is no gate."""
+
+    def __init__(self, *names: str, whole: str = "") -> None:
+        super().__init__(*names)
+        self.whole = whole
+
+    def of(self, shape: tuple[int, ...]) -> Layout:
+        return Layout(self.whole) if self.whole and len(shape) == 2 else self
 
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         return [[ours[0]], [ours[1]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,9 @@ def load(folder: Path) -> Interchange:
     family, settings = load_settings(folder)
     plan = placements(family, complete(settings))
     found = _with_base(_with_names_of_today(_open_weights(folder), family), family)
+    stand_ins = {name: same for name, same in family.stand_ins.items() if name in expected(plan).keys() - found.keys()}
+    found |= {name: found[same] for name, same in stand_ins.items() if same in found}
+    _drop_blank(found, family.blank(complete(settings)), folder)
     begun = _begin_optional(found, expected(plan), family)
     left_out = _check(found, expected(plan), family, settings, folder)
     if len(kinds := {tensor.dtype for tensor in found.values() if not tensor.dtype.is_floating_point}):
@@ -41,6 +44,7 @@ def load(folder: Path) -> Interchange:
     assets = {f"tokenizer/{name}": folder / name for name in TOKENIZER if (folder / name).is_file()}
     assets |= {f"hf/{name}": folder / name for name in (CONFIG, GENERATION) if (folder / name).is_file()}
     notes = [f"left out {len(left_out)} tensors that the model does not have: {listed(left_out)}"] if left_out else []
+    notes += [f"the folder has no {name}: it begins as a copy of {same}" for name, same in stand_ins.items()]
     notes += [f"the folder has no {listed(begun)}: random values begin there"] if begun else []
     return Interchange(settings, to_ours(plan, found), assets=assets, notes=notes)
 
@@ -118,6 +122,12 @@ def _begin_optional(found: dict[str, LazyTensor], wanted: Mapping[str, tuple[int
         spread = _FIRST_STD if len(wanted[name]) > 1 else 0.0
         found[name] = LazyTensor.of((torch.randn(wanted[name], generator=generator) * spread).to(kind))
     return missing
+
+
+def _drop_blank(found: dict[str, LazyTensor], names: Iterable[str], folder: Path) -> None:
+    for name in names:
+        if (blank := found.pop(name, None)) is not None and blank.read().any():
+            raise UserError(f"{folder}: {name}: is not zero, but config.json's model has no place for it")
 
 
 def _with_base(found: dict[str, LazyTensor], family: Family) -> dict[str, LazyTensor]:

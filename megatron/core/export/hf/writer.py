@@ -41,6 +41,8 @@ def save(
     _check(plan, model.tensors)
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_theirs(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
+    kind = dtype or model.tensors[EMBEDDING].dtype
+    tensors |= {name: LazyTensor.of(torch.zeros(shape, dtype=kind)) for name, shape in chosen.blank(settings).items()}
     kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
     config = chosen.save_settings(settings) | {"torch_dtype": max(set(kinds), key=kinds.count)}
     config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}

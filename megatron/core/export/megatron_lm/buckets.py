@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.export.megatron_lm.names import find_place
+from megatron.core.export.megatron_lm.names import family_of, find_place, layers_of
 from megatron.core.export.megatron_lm.splits import join_ranks, rank_part
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
@@ -91,8 +91,10 @@ def unflatten_distributed(
         if match is None or match[2] != "0":
             raise CheckpointError(f"{where}: flat optimizer state of several buffers ({name:.100}): {_ADVICE}")
         buckets.setdefault(int(match[1]), {}).setdefault(match[4], {})[int(match[3])] = tensor
-    if sorted(buckets) != list(range(tp * pp)) or any(".experts." in name for name in weights):
-        raise CheckpointError(f"{where}: flat optimizer state of experts, or of {len(buckets)} ranks: {_ADVICE}")
+    known = family_of(weights) == "gpt" and not any(".experts." in name for name in weights)
+    if not known or sorted(buckets) != list(range(tp * pp)):
+        what = f"of experts, of an encoder, or of {len(buckets)} ranks"
+        raise CheckpointError(f"{where}: flat optimizer state {what}: {_ADVICE}")
     result: dict[str, dict[tuple[int, int], dict[str, LazyTensor]]] = {}
     for group, kinds in sorted(buckets.items()):
         stage, rank = divmod(group, tp)
@@ -123,7 +125,7 @@ def _orders(
 ) -> Iterator[dict[str, LazyTensor]]:
     """What a rank (of so many, of pipeline and tensor parallelism) holds, in the orders in which it may be made."""
     (stage, pp), (rank, tp) = pipeline, tensor
-    layers = sorted({int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers.")})
+    layers = layers_of(weights, "decoder")
     share = len(layers) // pp
     mine = layers[stage * share : (stage + 1) * share]
     kinds = list(dict.fromkeys(name.split(".", 3)[3] for name in weights if name.startswith("decoder.layers.")))

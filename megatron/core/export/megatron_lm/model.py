@@ -16,6 +16,7 @@ from megatron.core.export.megatron_lm.names import (
     Place,
     find_place,
     is_no_weight,
+    layers_of,
     our_shape,
     settings_of,
 )
@@ -103,10 +104,12 @@ def _shaped(place: Place, tensor: LazyTensor, settings: Mapping[str, Any], where
 def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], where: str) -> list[str]:
     """Refuse what lacks layers or parts of the optimizer's state, by name."""
     weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-    layers = {int(name.split(".")[2]) for name in weights if name.startswith("decoder.layers.")}
-    count = settings.get("num_layers")
-    if sorted(layers) != list(range(count if isinstance(count, int) else len(layers))):
-        raise CheckpointError(f"{where}: holds layers {sorted(layers)}, its arguments say {count}")
+    family = settings["model_family"]
+    for stack in {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}[family]:
+        layers = layers_of(weights, stack)
+        count = settings.get("decoder_num_layers" if (family, stack) == ("t5", "decoder") else "num_layers")
+        if layers != list(range(count if isinstance(count, int) else len(layers))):
+            raise CheckpointError(f"{where}: holds layers {layers}, its arguments say {count}")
     problems: list[str] = []
     kinds = sorted({name.split(".")[1] for name in tensors if name.startswith("optimizer.")})
     for kind in kinds:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
 
-LAYER = re.compile(r"((?:model\.)?(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.)(.+)")
+T = TypeVar("T")
+LAYER = re.compile(r"((?:model\.)?(?:(?:en|de)coder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer)\.)(.+)")
 
 
 @dataclass(frozen=True)
@@ -64,13 +65,26 @@ LAYER_ROWS = [
     *_linear("mlp.experts.linear_fc2", 1, "", "mlp.experts.experts.linear_fc2", True),
     *_linear("mlp.shared_experts.linear_fc1", 0, "gate"), *_linear("mlp.shared_experts.linear_fc2", 1),
     Row("mlp.shared_experts.gate_weight"), *_linear("mlp.router", None), Row("mlp.router.expert_bias"),
+    *_norm("pre_cross_attn_layernorm"), *_linear("cross_attention.linear_q", 0),
+    *_linear("cross_attention.linear_kv", 0, "groups"), *_linear("cross_attention.linear_proj", 1),
 ]  # fmt: skip
 MODEL_ROWS = [
     Row("embedding.word_embeddings.weight", dim=0), Row("embedding.position_embeddings.weight"),
-    Row("output_layer.weight", dim=0), *_norm("decoder.final_layernorm"),
+    Row("embedding.tokentype_embeddings.weight"), *_norm("decoder.final_layernorm"), *_norm("encoder.final_layernorm"),
+    *_linear("output_layer", 0), *_linear("lm_head.output_layer", 0), *_linear("lm_head.dense", None),
+    *_norm("lm_head.layer_norm"), *_linear("pooler.dense", None), *_linear("binary_head", None),
+    *(Row(f"{stack}_relative_pos_emb.relative_attention_bias.weight") for stack in ("encoder", "decoder")),
 ]  # fmt: skip
 _PREDICTION_ROWS = [*_norm("enorm"), *_norm("hnorm"), Row("eh_proj.weight", dim=0), *_norm("final_layernorm")]
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY = (
+    "embedding.word_embeddings.weight", "output_layer.weight", "output_layer.bias", "lm_head.output_layer.weight",
+    "lm_head.output_layer.bias",
+)  # fmt: skip
+REGISTERED_TWICE = {
+    "embedding.position_embeddings.weight": "position_embeddings.weight",
+    "lm_head.output_layer.weight": "output_layer.weight", "lm_head.output_layer.bias": "output_layer.bias",
+}  # fmt: skip
+"""Tensors of T5 that its checkpoints hold under a second name too."""
 
 _BY_THEIRS = {row.theirs or row.ours: row for row in LAYER_ROWS}
 _BY_OURS: dict[str, Row] = {}
@@ -82,7 +96,7 @@ _PREDICTION = {row.ours: row for row in _PREDICTION_ROWS}
 _OLD_NAMES = [
     (r"^module\.", ""), (r"^language_model\.(?:(?:encoder|transformer|decoder)\.)", "decoder."),
     (r"^language_model\.", ""), (r"\.final_norm\.", ".final_layernorm."),
-    (r"^decoder\.(layers\.\d+)\.attention\.", r"decoder.\1.self_attention."), (r"\.query_key_value\.", ".linear_qkv."),
+    (r"^(..coder\.layers\.\d+)\.attention\.", r"\1.self_attention."), (r"\.query_key_value\.", ".linear_qkv."),
     (r"\.self_attention\.dense\.", ".self_attention.linear_proj."), (r"\.dense_h_to_4h\.", ".linear_fc1."),
     (r"\.dense_4h_to_h\.", ".linear_fc2."), (r"\.input_norm\.", ".input_layernorm."),
     (r"\.post_attention_(?:layernorm|norm)\.", ".pre_mlp_layernorm."), (r"\.transformer_layer\.", ".mtp_model_layer."),
@@ -90,6 +104,17 @@ _OLD_NAMES = [
     (r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r".mlp.experts.experts.\1.\2\3"),
 ]  # fmt: skip
 """Names before Megatron Core, in DistributedDataParallel, and of experts one by one (``weight7``), as they are now."""
+
+_OLD_NAMES_OF_ENCODERS = [
+    (r"^module\.", ""), (r"^language_model\.(?:encoder|transformer)\.", "encoder."), (r"^language_model\.", ""),
+    (r"^lm_head\.(?:layer)?norm\.", "lm_head.layer_norm."),
+    (r"^(decoder\.layers\.\d+\.)post_attention_(?:layer)?norm\.", r"\1pre_cross_attn_layernorm."),
+    (r"\.post_inter_attention_(?:layer)?norm\.", ".pre_mlp_layernorm."), (r"\.inter_attention\.", ".cross_attention."),
+    (r"\.cross_attention\.query\.", ".cross_attention.linear_q."),
+    (r"\.cross_attention\.key_value\.", ".cross_attention.linear_kv."),
+    (r"\.cross_attention\.dense\.", ".cross_attention.linear_proj."),
+]  # fmt: skip
+"""What is otherwise where ``language_model.encoder`` is one; applied before the others."""
 
 _NO_WEIGHT = re.compile(r"_extra_state|inv_freq|rng_state|rerun_state|local_tokens_per_expert|word_embeddings_for_head")
 
@@ -106,6 +131,28 @@ class Place:
 def is_no_weight(name: str) -> bool:
     """Caches and states of other kinds that are kept among the weights."""
     return _NO_WEIGHT.search(name) is not None
+
+
+def family_of(names: Collection[str]) -> str:
+    """Which kind of model has tensors of these names, of any version."""
+    if any("cross_attention." in name or "inter_attention." in name for name in names):
+        return "t5"
+    return "bert" if any("lm_head.dense." in name for name in names) else "gpt"
+
+
+def names_of_today(named: Mapping[str, T], family: str) -> dict[str, T]:
+    """Tensors of an encoder or of an encoder and a decoder under names that :func:`find_place` knows, each once."""
+    if family == "gpt":
+        return dict(named)
+    result = {}
+    for name, tensor in named.items():
+        for pattern, replacement in _OLD_NAMES_OF_ENCODERS:
+            name = re.sub(pattern, replacement, name)
+        if name == "lm_head.bias":
+            name = "lm_head.output_layer.bias" if family == "t5" else "output_layer.bias"
+        if family != "t5" or name not in REGISTERED_TWICE.values():
+            result[name] = tensor
+    return result
 
 
 def find_place(name: str) -> Place:
@@ -168,7 +215,7 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
 
 # ---- settings
 
-_RENAMED = {"num_experts": "num_moe_experts"}
+_RENAMED = {"num_experts": "num_moe_experts", "layernorm_epsilon": "norm_epsilon"}
 _NOT_TAKEN = {
     "load", "save", "world_size", "rank", "local_rank", "data_parallel_size", "params_dtype", "iteration",
     "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "ckpt_step", "pretrained_checkpoint",
@@ -184,7 +231,8 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
 
     ``vocab_size`` is the true one where the arguments hold it, else the padded one.
     """
-    settings: dict[str, Any] = {}
+    family = family_of(tensors)
+    settings: dict[str, Any] = {"model_family": family}
     for name, value in args.items():
         kinds = (str, int, float, bool, type(None))
         plain = isinstance(value, kinds) or (isinstance(value, list) and all(isinstance(item, kinds) for item in value))
@@ -195,7 +243,16 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
     padded = args.get("padded_vocab_size") or rows
     true = args.get("vocab_size")
     settings["vocab_size"] = true if isinstance(true, int) and 0 < true <= padded else padded
+    if family == "bert":  # whose program names no kind of position
+        settings |= {"position_embedding_type": "learned_absolute", "bert_binary_head": "binary_head.weight" in tensors}
+    if family == "t5":  # whose program gives the decoder as many layers as the encoder has, whatever its flag says
+        settings["decoder_num_layers"] = len(layers_of(tensors, "decoder"))
     return settings
+
+
+def layers_of(names: Iterable[str], stack: str) -> list[int]:
+    """Numbers of the layers of ``stack`` (``encoder``, ``decoder``) that tensors belong to."""
+    return sorted({int(name.split(".")[2]) for name in names if name.startswith(f"{stack}.layers.")})
 
 
 def padded_size(size: int, multiple: int) -> int:

@@ -27,7 +27,7 @@ from megatron.core.export.megatron_lm.archive import read_archive
 from megatron.core.export.megatron_lm.buckets import STATES, unflatten_distributed
 from megatron.core.export.megatron_lm.folders import find_folder
 from megatron.core.export.megatron_lm.model import build_interchange
-from megatron.core.export.megatron_lm.names import is_no_weight
+from megatron.core.export.megatron_lm.names import family_of, is_no_weight, names_of_today
 from megatron.core.export.megatron_lm.unpickler import MAX_PICKLE_BYTES, Record, unpickle
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.rectangles import Rectangle, coverage_problem
@@ -146,7 +146,9 @@ def load_torch_dist(
         optimizer = unflatten_distributed(flat, weights, args, str(checkpoint.folder))
         group = next((name for name in checkpoint.objects if ".dp_group_idx_0.optimizer/" in name), None)
         state["optimizer"] = None if group is None else read_archive(*checkpoint.objects[group])
-    where = str(checkpoint.folder)
+    family, where = family_of(weights), str(checkpoint.folder)
+    weights = names_of_today(weights, family)
+    optimizer = {kind: names_of_today(named, family) for kind, named in optimizer.items()}
     return build_interchange(state, weights, optimizer, where=where, padded_vocabulary=padded_vocabulary)
 
 

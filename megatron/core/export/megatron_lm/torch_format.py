@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,13 @@ from megatron.core.export.megatron_lm.archive import read_archive
 from megatron.core.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.core.export.megatron_lm.folders import find_folder
 from megatron.core.export.megatron_lm.model import build_interchange
-from megatron.core.export.megatron_lm.names import find_place, is_no_weight
+from megatron.core.export.megatron_lm.names import family_of, find_place, is_no_weight, names_of_today
 from megatron.core.export.megatron_lm.splits import join_ranks
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-_LAYER = re.compile(r"^((?:module\.)?(?:language_model\.)?(?:encoder|decoder|transformer)\.layers\.)(\d+)(\..*)$")
+_LAYER = re.compile(r"^((?:module\.)?(?:language_model\.)?(encoder|decoder|transformer)\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
 Named = dict[str, LazyTensor]
 
@@ -92,30 +93,32 @@ def _numbered(
     pp, tp, ep = sizes
     experts = (args.get("num_experts") or 0) // ep
     result: dict[tuple[int, int, int], list[Named]] = {key: [] for key in files}
-    chunk, offset = 0, 0
+    chunk, offsets = 0, Counter[str]()
     while any(f"model{chunk}" in state for state in files.values()) or chunk == 0:
         key = "model" if "model" in files[0, 0, 0] else f"model{chunk}"
         for stage in range(pp):
-            counts = set()
+            counts = []
             for rank in ((stage, tensor, expert) for tensor in range(tp) for expert in range(ep)):
                 if not isinstance(files[rank].get(key), dict):
                     raise CheckpointError(f"{directory}: the file of stage {stage} has no {key}")
-                named, count = _weights(files[rank][key], offset, rank[2] * experts)
+                named, count = _weights(files[rank][key], offsets, rank[2] * experts)
                 result[rank].append(named)
-                counts.add(count)
-            if len(counts) != 1:
-                raise CheckpointError(f"{directory}: ranks of stage {stage} differ in layers: {sorted(counts)}")
-            offset += counts.pop()
+                counts.append(count)
+            if any(count != counts[0] for count in counts):
+                listed = sorted({count.total() for count in counts})
+                raise CheckpointError(f"{directory}: ranks of stage {stage} differ in layers: {listed}")
+            offsets += counts[0]
         chunk += 1
         if key == "model":
             break
-    return result
+    family = family_of([name for chunks in result.values() for named in chunks for name in named])
+    return {rank: [names_of_today(named, family) for named in chunks] for rank, chunks in result.items()}
 
 
-def _weights(model: dict[str, Any], offset: int, first_expert: int) -> tuple[Named, int]:
-    """Tensors under flat names, and how many layers they are."""
+def _weights(model: dict[str, Any], offsets: Counter[str], first_expert: int) -> tuple[Named, Counter[str]]:
+    """Tensors under flat names, and how many layers of each stack they are."""
     named: Named = {}
-    layers: set[int] = set()
+    layers: set[tuple[str, str]] = set()
     todo = [("", model)]
     while todo:
         prefix, table = todo.pop(0)
@@ -125,12 +128,12 @@ def _weights(model: dict[str, Any], offset: int, first_expert: int) -> tuple[Nam
                 todo.append((f"{name}.", value))
             elif isinstance(value, LazyTensor) and not is_no_weight(name):
                 if match := _LAYER.fullmatch(name):
-                    layers.add(int(match[2]))
-                    name = f"{match[1]}{int(match[2]) + offset}{match[3]}"
+                    layers.add((match[2], match[3]))
+                    name = f"{match[1]}{int(match[3]) + offsets[match[2]]}{match[4]}"
                 if match := _EXPERT.fullmatch(name):
                     name = f"{match[1]}{int(match[2]) + first_expert}{match[3]}"
                 named[name] = value
-    return named, len(layers)
+    return named, Counter(stack for stack, _ in layers)
 
 
 def _merged(

@@ -33,13 +33,13 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.folders import TRACKER
-from megatron.core.export.megatron_lm.names import VOCABULARY, padded_size, their_name
+from megatron.core.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 _FILE = "__0_0.distcp"
 _THEIR_KINDS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "main_param": "fp32_param"}
-_WITH_EXTRA_STATE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-_LAYER_NUMBER = re.compile(r"^((?:.*\.)?decoder\.layers)\.(\d+)\.(.*)$")
+_WITH_EXTRA_STATE = ("linear_qkv", "linear_q", "linear_kv", "linear_proj", "linear_fc1", "linear_fc2")
+_LAYER_NUMBER = re.compile(r"^((?:.*\.)?(?:en|de)coder\.layers)\.(\d+)\.(.*)$")
 
 
 @dataclass
@@ -105,7 +105,7 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
         properties = TensorProperties(dtype=pieces[0].source.dtype)
         tensors[name] = TensorStorageMetadata(properties, torch.Size((*layers, *pieces[0].shape)), chunks)
         for module in _WITH_EXTRA_STATE:
-            if name.endswith(f"{module}.weight") and "optimizer." not in name:
+            if name.endswith(f".{module}.weight") and "optimizer." not in name:
                 _write_extra_states(name.removesuffix(".weight"), len(pieces), file, tensors, storage)
     return Metadata(tensors, None, storage)
 
@@ -125,7 +125,6 @@ def _write_extra_states(
 
 def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
     """Their names, and what each holds, layer by layer."""
-    settings = interchange.settings
     named: dict[str, _Piece] = {}
     for name, tensor in interchange.tensors.items():
         prefix, _, inner = name.partition(".")
@@ -137,16 +136,15 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
                 raise CheckpointError(f"{name}: optimizer state of a kind that Megatron-LM does not have")
             named |= _their_piece(f"optimizer.state.{_THEIR_KINDS[kind]}.", inner, tensor, interchange)
     matches = {name: _LAYER_NUMBER.fullmatch(name) for name in named}
-    kinds: dict[int, set[str]] = {}
+    kinds: dict[str, dict[int, set[str]]] = {}
     for match in matches.values():
         if match:
-            kinds.setdefault(int(match[2]), set()).add(match[1] + match[3])
-    count = settings.get("num_layers", len(kinds))
-    alike = all(kinds.get(layer) == kinds.get(0) for layer in range(count))
+            kinds.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    alike = {stack for stack, layers in kinds.items() if all(each == layers.get(0) for each in layers.values())}
     stacked: dict[str, list[_Piece]] = {}
     for name, piece in named.items():
         match = matches[name]
-        if match and alike:
+        if match and match[1] in alike:
             layer = _Piece(piece.source, piece.shape, int(match[2]))
             stacked.setdefault(f"{match[1]}.{match[3]}", []).append(layer)
         else:
@@ -166,7 +164,8 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
         dims = (dims[0] * dims[1], *dims[2:])
     if name in VOCABULARY:
         dims = (_padded(interchange.settings, dims[0]), *dims[1:])
-    return {prefix + their: _Piece(tensor, (*start, *dims), None)}
+    twice = REGISTERED_TWICE.get(their) if interchange.settings.get("model_family") == "t5" and not prefix else None
+    return {each: _Piece(tensor, (*start, *dims), None) for each in (prefix + their, twice) if each}
 
 
 def _padded(settings: Mapping[str, Any], rows: int) -> int:

@@ -124,7 +124,8 @@ class T5Model(LanguageModule):
                 post_layer_norm=post_process,
             )  # fmt: skip
             if post_process:
-                self.lm_head = T5LMHead(self.build_output_layer(bias=share_embeddings_and_output_weights))
+                biased = share_embeddings_and_output_weights and not config.scale_decoder_outputs
+                self.lm_head = T5LMHead(self.build_output_layer(bias=biased))
 
     @property
     def output_layer(self) -> VocabParallelOutput:  # type: ignore[override]
@@ -187,6 +188,8 @@ class T5Model(LanguageModule):
         target = self._with_bias(target, streams.decoder_table, self.decoder, target_length)
         decoded = self.decoder(streams.decoder, replace(target, encoder_output=encoded))
         if self.post_process:
+            if self.config.scale_decoder_outputs:
+                decoded = decoded * self.config.hidden_size**-0.5
             return self.outputs(decoded, lm_labels)
         return streams._replace(encoder=encoded, decoder=decoded).to(self.encoder.stream_dtype)
 

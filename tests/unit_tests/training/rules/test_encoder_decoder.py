@@ -32,6 +32,8 @@ def problems(text, world_size=1, family="t5"):
      "--num-query-groups 2", "as cross-attention needs"),
     (RELATIVE + "--context-parallel-size 2", 2, "--position-embedding-type relative", "--context-parallel-size > 1"),
     (RELATIVE + "--softmax-type off-by-one", 1, "--position-embedding-type relative", "excludes --softmax-type"),
+    (DECODER + "--scale-decoder-outputs --untie-embeddings-and-output-weights", 1, "--scale-decoder-outputs",
+     "contradicts --untie-embeddings-and-output-weights"),
     (RELATIVE + "--relative-attention-num-buckets 7", 1, "--relative-attention-num-buckets 7", "is odd"),
     (RELATIVE + "--relative-attention-max-distance 16", 1, "--relative-attention-max-distance 16", "at least 17"),
     (DECODER + "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ett|tL", 2,
@@ -56,6 +58,7 @@ def test_what_they_can_be_passes(text, world_size):
 
 @pytest.mark.parametrize("text", [
     "--decoder-num-layers 3", "--decoder-seq-length 16", "--position-embedding-type relative",
+    "--scale-decoder-outputs",
 ])  # fmt: skip
 @pytest.mark.parametrize("family", ["gpt", "bert"])
 def test_settings_of_two_stacks_are_refused_elsewhere(text, family):

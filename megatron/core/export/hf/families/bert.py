@@ -2,13 +2,17 @@
 one before it, and what is added to is the normed stream (--apply-residual-connection-post-layernorm).
 
 Files of ``BertForMaskedLM`` may lack the head for the order of two pieces of text, which then begins at random values.
+A model trained without that head is one of these with a single kind of token, whose embedding is zero.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 from megatron.core.export.hf.attention_settings import equal_heads
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Choice, Ignored, Ours, Rule, Same, Theirs
+from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Rule, Same, Table, Theirs, get, refuse
 
 OURS, LAYER = "encoder.layers.*", "bert.encoder.layer.*"
 EXACT_GELU = Choice(
@@ -16,13 +20,36 @@ EXACT_GELU = Choice(
                    "gelu_python": {"bias_gelu_fusion": True, "exact_gelu": True}}, default="gelu",
 )  # fmt: skip
 """By the error function, as their one key is of the head too, where ours is exact always."""
+
+
+def has_pairs(masked: str) -> Computed:
+    """Whether there are pairs of texts: kinds of tokens, pooler and head; ``masked`` is the architecture without."""
+
+    def load(config: Table) -> dict[str, Any]:
+        if (kinds := get(config, ("type_vocab_size",), 2)) not in (1, 2):
+            raise refuse("type_vocab_size", kinds, "which cannot be represented: only 1 and 2 can")
+        return {"bert_binary_head": kinds == 2}
+
+    def save(settings: Table) -> dict[str, Any]:
+        pairs = settings["bert_binary_head"]
+        return {"type_vocab_size": 2} if pairs else {"type_vocab_size": 1, "architectures": [masked]}
+
+    return Computed(("type_vocab_size",), ("bert_binary_head",), load, save)
+
+
+def one_kind_of_token(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The embedding that a model without pairs lacks."""
+    if settings["bert_binary_head"]:
+        return {}
+    return {"bert.embeddings.token_type_embeddings.weight": (1, settings["hidden_size"])}
+
+
 COMMON: tuple[Rule, ...] = (
     *llama.SIZES, llama.FFN, equal_heads("hidden_size", "num_attention_heads"), llama.tied(True), EXACT_GELU,
     Same("norm_epsilon", "layer_norm_eps", default=1e-12), Same("hidden_dropout", "hidden_dropout_prob", default=0.1),
     Same("attention_dropout", "attention_probs_dropout_prob", default=0.1),
-    Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True,
-          "bert_binary_head": True}),
-    Theirs({"type_vocab_size": 2, "position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
+    Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
+    Theirs({"position_embedding_type": "absolute"}), Ignored(("classifier_dropout",)),
 )  # fmt: skip
 WEIGHTS: Weights = {
     **{f"embedding.{each}_embeddings": f"bert.embeddings.{theirs}_embeddings"
@@ -52,9 +79,9 @@ OLD_NAMES = {
 
 FAMILY = Family(
     "bert", "BertForPreTraining",
-    config=(*COMMON, Ours({"apply_residual_connection_post_layernorm": True})),
+    config=(*COMMON, has_pairs("BertForMaskedLM"), Ours({"apply_residual_connection_post_layernorm": True})),
     weights={**WEIGHTS, **POST_NORMS},
     unused=(r"bert\.embeddings\.position_ids",),
     base="bert.", model_family="bert", also_read=("BertForMaskedLM",), aliases=OLD_NAMES,
-    optional=("bert.pooler.dense", "cls.seq_relationship"),
+    optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_kind_of_token,
 )  # fmt: skip

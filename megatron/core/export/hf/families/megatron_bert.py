@@ -5,7 +5,7 @@ from megatron.core.export.hf.family import Family
 
 FAMILY = Family(
     "megatron-bert", "MegatronBertForPreTraining",
-    config=bert.COMMON,
+    config=(*bert.COMMON, bert.has_pairs("MegatronBertForMaskedLM")),
     weights={
         **bert.WEIGHTS,
         f"{bert.OURS}.input_layernorm": f"{bert.LAYER}.attention.ln",
@@ -14,5 +14,5 @@ FAMILY = Family(
     },
     unused=bert.FAMILY.unused,
     base="bert.", model_family="bert", also_read=("MegatronBertForMaskedLM",), aliases=bert.OLD_NAMES,
-    optional=bert.FAMILY.optional,
+    optional=bert.FAMILY.optional, blank=bert.one_kind_of_token,
 )  # fmt: skip

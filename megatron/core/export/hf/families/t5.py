@@ -1,5 +1,5 @@
-"""T5 1.1 and Flan-T5 (``T5ForConditionalGeneration``): gated GELU, an output layer of its own, no softmax scale.
-T5 1.0, whose output layer is the embedding times a factor of the width, is refused."""
+"""T5 1.0, 1.1 and Flan-T5 (``T5ForConditionalGeneration``): no softmax scale. 1.0 has ReLU and an output layer that is
+the embedding, of the decoder's output scaled; 1.1 gated GELU and an output layer of its own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Sa
 
 
 def _load_head(config: Table) -> dict[str, Any]:
-    if get(config, ("tie_word_embeddings",), True) and get(config, ("scale_decoder_outputs",), True):
-        raise refuse("tie_word_embeddings", True, "which cannot be represented: T5 1.0 scales a tied output layer")
-    return {"untie_embeddings_and_output_weights": True}
+    """Version 5 of ``transformers`` says in the second key what the first one did before."""
+    scaled = get(config, ("scale_decoder_outputs", "tie_word_embeddings"), True)
+    return {"untie_embeddings_and_output_weights": not scaled, "scale_decoder_outputs": scaled}
 
 
 def _save_head(settings: Table) -> dict[str, Any]:
-    if not settings["untie_embeddings_and_output_weights"]:
-        raise refuse("untie_embeddings_and_output_weights", False, "the family has a bias-free output layer of its own")
-    return {"tie_word_embeddings": False}
+    scaled = settings["scale_decoder_outputs"]
+    if scaled == settings["untie_embeddings_and_output_weights"]:
+        raise refuse("scale_decoder_outputs", scaled, "a shared output layer is scaled and without bias there")
+    return {"tie_word_embeddings": scaled, "scale_decoder_outputs": scaled}
 
 
 def _save_heads(settings: Table) -> dict[str, Any]:
@@ -32,9 +33,15 @@ HEADS = Computed(
     (), ("num_query_groups", "group_query_attention"),
     lambda config: {"num_query_groups": get(config, ("num_heads",)), "group_query_attention": False}, _save_heads,
 )  # fmt: skip
-UNTIED = Computed(
-    ("tie_word_embeddings", "scale_decoder_outputs"), ("untie_embeddings_and_output_weights",), _load_head, _save_head
-)
+HEAD = Computed(
+    ("tie_word_embeddings", "scale_decoder_outputs"), ("untie_embeddings_and_output_weights", "scale_decoder_outputs"),
+    _load_head, _save_head,
+)  # fmt: skip
+NO_GATE = {"relu": False, "geglu": False, "swiglu": False, "exact_gelu": False}
+ACTIVATION = Choice(
+    "feed_forward_proj", {"relu": {**NO_GATE, "relu": True}, "gated-gelu": {**NO_GATE, "geglu": True},
+                          "gated-silu": {**NO_GATE, "swiglu": True}}, default="relu",
+)  # fmt: skip
 
 
 def _stack(stack: str, mlp: int) -> Weights:
@@ -47,7 +54,7 @@ def _stack(stack: str, mlp: int) -> Weights:
         f"{ours}.self_attention.linear_qkv": QueryKeyValue(*(f"{attention}.{each}" for each in "qkv")),
         f"{ours}.self_attention.linear_proj": f"{attention}.o",
         f"{ours}.pre_mlp_layernorm": f"{theirs}.{mlp}.layer_norm",
-        f"{ours}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1"),
+        f"{ours}.mlp.linear_fc1": Halves(f"{wide}.wi_0", f"{wide}.wi_1", whole=f"{wide}.wi"),
         f"{ours}.mlp.linear_fc2": f"{wide}.wo",
         f"{stack}.final_layernorm": f"{stack}.final_layer_norm",
     }  # fmt: skip
@@ -59,13 +66,13 @@ FAMILY = Family(
     config=(
         *same(hidden_size="d_model", num_attention_heads="num_heads", vocab_size="vocab_size", kv_channels="d_kv",
               ffn_hidden_size="d_ff", num_layers="num_layers"),
-        Same("decoder_num_layers", "num_decoder_layers", default=lambda config: config["num_layers"]), HEADS, UNTIED,
+        Same("decoder_num_layers", "num_decoder_layers", default=lambda config: config["num_layers"]), HEADS, HEAD,
         Same("max_position_embeddings", "n_positions", default=512),
         Same("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
         Same("relative_attention_max_distance", "relative_attention_max_distance", default=128),
         Same("norm_epsilon", "layer_norm_epsilon", default=1e-6),
         Same("hidden_dropout", "dropout_rate", default=0.1), Same("attention_dropout", "dropout_rate", default=0.1),
-        Choice("feed_forward_proj", {"gated-gelu": {"geglu": True, "exact_gelu": False}}, default="relu"),
+        ACTIVATION,
         Ours({"position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False,
               "softmax_scale": 1.0}),
         Ignored(("is_encoder_decoder", "dense_act_fn", "is_gated_act", "classifier_dropout", "initializer_factor",
@@ -81,6 +88,6 @@ FAMILY = Family(
         "decoder.layers.*.cross_attention.linear_proj": f"{CROSS}.EncDecAttention.o",
     },
     unused=(r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",),
-    base="", model_family="t5",
+    base="", model_family="t5", stand_ins={"lm_head.weight": "shared.weight"},
     aliases={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
 )  # fmt: skip
