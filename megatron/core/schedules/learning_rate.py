@@ -246,7 +246,8 @@ class OptimizerParamScheduler:
         return {**asdict(self.plan), "num_steps": self.num_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position, and reconcile the stored schedule with this program's.
+        """Restore the position, and reconcile the stored schedule with this program's. The length of a run over which
+        weight decay does not change says nothing.
 
         Raises:
             ValueError: they differ and neither flag says which one counts; every difference is listed.
@@ -257,10 +258,11 @@ class OptimizerParamScheduler:
         if unknown:
             raise UserError(f"the stored schedule has wrong fields: {', '.join(sorted(unknown))}")
         stored = SchedulePlan(**fields)
+        ignored = {"wd_incr_steps"} if stored.wd_incr_style == self.plan.wd_incr_style == "constant" else set()
         differences = [
             f"{name}: checkpoint {theirs!r}, now {ours!r}"
             for name, theirs in asdict(stored).items()
-            if theirs != (ours := getattr(self.plan, name))
+            if theirs != (ours := getattr(self.plan, name)) and name not in ignored
         ]
         if differences and self.use_checkpoint_opt_param_scheduler:
             logger.warning("taking the schedule of the checkpoint: %s", "; ".join(differences))

@@ -160,6 +160,18 @@ def test_a_changed_schedule_is_refused_unless_a_flag_decides():
         get_optimizer_param_scheduler(changed, optimizer_with({}))
 
 
+def test_a_longer_run_of_the_same_schedule_goes_on():
+    """The steps over which a constant weight decay does not grow are not compared; those of one that grows are."""
+    stored = get_optimizer_param_scheduler(config(lr_decay_iters=100), optimizer_with({}))
+    longer = {"lr_decay_iters": 100, "train_iters": 200}
+    get_optimizer_param_scheduler(config(**longer), optimizer_with({})).load_state_dict(stored.state_dict())
+    growing = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.0, "end_weight_decay": 0.1}
+    stored = get_optimizer_param_scheduler(config(lr_decay_iters=100, **growing), optimizer_with({}))
+    with pytest.raises(ValueError, match="wd_incr_steps"):
+        fresh = get_optimizer_param_scheduler(config(**longer, **growing), optimizer_with({}))
+        fresh.load_state_dict(stored.state_dict())
+
+
 def test_a_plan_can_be_given_whole():
     plan = schedule_plan(config())
     assert OptimizerParamScheduler(optimizer_with({}), plan).plan == SchedulePlan(**vars(plan))
