@@ -180,6 +180,7 @@ VARIANTS: dict[str, str] = {
     "halves": "--overlap-moe-expert-parallel-comm --moe-router-load-balancing-type seq_aux_loss",
     "static-rows": "--moe-token-dispatcher-type allgather --moe-static-rows",
     "forced-balance": "--moe-router-force-load-balancing",
+    "packed": "--use-packed-sequence",
     "learned": "--position-embedding-type learned_absolute",
     "cuda-graph": "--cuda-graph-impl local --cuda-graph-warmup-steps 1",
     "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
