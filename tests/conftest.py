@@ -9,6 +9,7 @@ if not os.path.exists("/dev/nvidiactl"):  # without a GPU, Triton kernels run in
 import pytest
 
 from tests.test_utils.gloo_pool import RankPool
+from tests.test_utils.warm_python import WarmPython
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,14 @@ def nccl_pool():
     pool = RankPool("nccl")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory):
+    """The path of a ``python`` whose programs start with torch and the suite loaded."""
+    warm = WarmPython(tmp_path_factory.mktemp("warm"))
+    yield warm.python
+    warm.close()
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ layout, on H200s of one host.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -60,6 +61,7 @@ CHOICES = (
 )
 
 
+@functools.cache  # a recipe stands in its own page's table and in that of all
 def dry_run(choice: Choice) -> str:
     """The report of the recipe with these settings; ``RuntimeError`` with what it says instead."""
     folder, _, name = choice.recipe.partition("/")

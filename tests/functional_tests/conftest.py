@@ -4,7 +4,6 @@ import pytest
 
 from tests.test_utils.gpt_runs import write_dataset
 from tests.test_utils.layouts import Matrix
-from tests.test_utils.warm_python import WarmPython
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +18,3 @@ def matrix(gloo_pool):
     matrix = Matrix(gloo_pool)
     yield matrix
     matrix.close()
-
-
-@pytest.fixture(scope="session")
-def warm_python(tmp_path_factory):
-    """The path of a ``python`` whose programs start with torch and the suite loaded."""
-    warm = WarmPython(tmp_path_factory.mktemp("warm"))
-    yield warm.python
-    warm.close()

@@ -99,15 +99,16 @@ def test_sharding_and_overlap_change_no_bit(gloo_pool, dataset, tmp_path, precis
         assert result == expected, name
 
 
+THREES = ["--micro-batch-size", "3"]  # 12 samples over 4 ranks; over 1, 2 and 3 in twos
 KINDS_OF_STATE = {
     "plain": (2, []),
     "sharded": (3, [*OVERLAPPED, "--ddp-bucket-size", "700"]),
-    "instances": (4, [*SHARDED, "--num-distributed-optimizer-instances", "2"]),
+    "instances": (4, [*SHARDED, "--num-distributed-optimizer-instances", "2", *THREES]),
     "fsdp2": (3, FULLY_SHARDED),
-    "hsdp": (4, [*FULLY_SHARDED, "--num-distributed-optimizer-instances", "2"]),
+    "hsdp": (4, [*FULLY_SHARDED, "--num-distributed-optimizer-instances", "2", *THREES]),
     "tp": (4, [*SHARDED, *SMALL, "--tensor-model-parallel-size", "2"]),
 }
-TWELVE = ["--global-batch-size", "12", "--micro-batch-size", "1", "--clip-grad", "0.5"]
+TWELVE = ["--global-batch-size", "12", "--clip-grad", "0.5"]
 
 
 def halves(pool, dataset, folder, writer, reader, flags, fp64):
@@ -157,7 +158,7 @@ def test_another_precision_is_refused_with_the_fix(gloo_pool, dataset, tmp_path)
 
 
 RAMP = [
-    *WITH_EVALUATION, "--micro-batch-size", "1", "--global-batch-size", "24", "--rampup-batch-size", "12", "12", "36",
+    *WITH_EVALUATION, "--global-batch-size", "24", "--rampup-batch-size", "12", "12", "36",
     "--eval-interval", "3", "--full-validation", "--check-replicas", "2",
 ]  # fmt: skip
 

@@ -22,7 +22,7 @@ from tests.test_utils.layout_table import (
     THROUGH_COPY_ENGINES,
     row,
 )
-from tests.test_utils.layouts import compare_with_reference, configure
+from tests.test_utils.layouts import FEW_STEPS, compare_with_reference, configure
 
 EMBEDDING = "embedding.word_embeddings.weight"
 NORM = "decoder.layers.0.input_layernorm.weight"
@@ -74,11 +74,10 @@ GOES_ON = ("expert-bias", "global_aux_loss", "--bf16", "--fp16")
 
 
 def in_the_suite(name):
-    """A row with four steps (the rate rises, peaks, falls; every buffer is used again), or all ten for the rows of
-    planted bugs and for models with a memory of their own. ``tests/torture/layouts.py`` takes ten of every row."""
+    """A row with four steps (the rate rises, peaks, falls; every buffer is used again), or all ten for models with a
+    memory of their own. ``tests/torture/layouts.py`` takes ten of every row."""
     one = row(name)
-    whole = name in {name for _, name, *_ in BUGS} or any(part in one.model for part in GOES_ON)
-    return one if whole else dataclasses.replace(one, steps=4)
+    return one if any(part in one.model for part in GOES_ON) else dataclasses.replace(one, steps=FEW_STEPS)
 
 
 @pytest.mark.parametrize("name", [name for name in TABLE if name not in EXTENDED])
@@ -113,7 +112,7 @@ def test_a_planted_bug_is_found(matrix, bug, name, kind, first):
 
 def test_the_rows_of_planted_bugs_are_green_without_them(matrix):
     for name in {name for _, name, *_ in BUGS}:
-        assert matrix.verdict(row(name)).equal
+        assert matrix.verdict(in_the_suite(name)).equal
 
 
 def digests(matrix, one, bug=None):

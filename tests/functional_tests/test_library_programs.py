@@ -35,16 +35,17 @@ print("loss of the last step", loss.item() < 10.9, flush=True)
 """
 
 
-def torchrun(*command):
+def torchrun(*command, python=sys.executable):
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 
 
-def test_the_simple_loop_trains_and_its_checkpoint_holds_the_model(tmp_path):
-    out = torchrun("examples/run_simple_mcore_train_loop.py", "--checkpoint", str(tmp_path / "saved")).stdout
+def test_the_simple_loop_trains_and_its_checkpoint_holds_the_model(warm_python, tmp_path):
+    command = ["examples/run_simple_mcore_train_loop.py", "--checkpoint", str(tmp_path / "saved")]
+    out = torchrun(*command, python=warm_python).stdout
     losses = [float(line.split()[-1]) for line in out.splitlines() if line.startswith("iteration")]
     assert len(losses) == 5 and losses[-1] < losses[0] and "the checkpoint holds the model" in out
     assert (tmp_path / "saved" / "metadata.json").exists()

@@ -49,9 +49,9 @@ def test_a_run_moves_between_layouts(gloo_pool, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_resuming_on_the_same_layout_changes_no_bit(gloo_pool, tmp_path, kind):
-    flags, name, parts = ["--bf16", "--check-replicas", "2"], "tp2 sp zero", tmp_path / "parts"
+    flags, name, parts = ["--bf16", "--check-replicas", "2", "--train-iters", "4"], "tp2 sp zero", tmp_path / "parts"
     one = run(gloo_pool, kind, name, tmp_path / "whole", flags)
-    run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts), "--exit-interval", "4"])
+    run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts), "--exit-interval", "2"])
     run(gloo_pool, kind, name, parts, [*flags, "--load", str(parts)])
-    assert digests(one / "iter_0000006") == digests(parts / "iter_0000006")
+    assert digests(one / "iter_0000004") == digests(parts / "iter_0000004")
     assert [each["lm loss"] for each in train_records(one)] == [each["lm loss"] for each in train_records(parts)]

@@ -25,11 +25,12 @@ LAYOUTS = {
 MODEL = [
     "--group-query-attention", "--num-query-groups", "2", "--swiglu", "--normalization", "RMSNorm", "--qk-layernorm",
 ]  # fmt: skip
+FOUR_STEPS = ["--train-iters", "4", "--eval-interval", "2", "--log-interval", "1"]
 
 
 def run(gloo_pool, dataset, folder, world_size, flags):
     argv = MODEL + ["--data-path", str(dataset), "--split", "80,10,10", "--save", str(folder)]
-    assert gloo_pool.run(train, world_size, argv + ["--eval-interval", "4", *flags]) == [0] * world_size
+    assert gloo_pool.run(train, world_size, argv + [*FOUR_STEPS, *flags]) == [0] * world_size
     return folder
 
 
@@ -46,7 +47,7 @@ def test_a_whole_run_has_the_losses_of_one_rank(gloo_pool, dataset, one_rank, tm
     records = [read_records(path / "metrics.jsonl") for path in (folder, one_rank)]
     for key in ("lm loss", "grad_norm"):
         mine, reference = ([record[key] for record in each if key in record] for each in records)
-        assert len(mine) == len(reference) > 4
+        assert len(mine) == len(reference) >= 4
         np.testing.assert_allclose(mine, reference, rtol=2e-4, err_msg=key)
 
 
@@ -71,7 +72,7 @@ def test_no_name_is_used_that_torch_warns_of(gloo_pool, flags):
 
 def test_a_checkpoint_of_one_layout_continues_on_another(gloo_pool, dataset, one_rank, tmp_path):
     folder = tmp_path / "run"
-    flags = ["--save-interval", "4", "--load", str(folder)]
-    for world_size, more in ((4, [*LAYOUTS["tp4-shared-kv-heads"][1], "--exit-interval", "4"]), (1, [])):
+    flags = ["--save-interval", "2", "--load", str(folder)]
+    for world_size, more in ((4, [*LAYOUTS["tp4-shared-kv-heads"][1], "--exit-interval", "2"]), (1, [])):
         run(gloo_pool, dataset, folder, world_size, flags + more)
     np.testing.assert_allclose(losses(folder), losses(one_rank), rtol=2e-5)

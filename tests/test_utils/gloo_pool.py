@@ -19,7 +19,7 @@ from typing import Any
 
 TASK_TIMEOUT_SECONDS = 120.0
 START_METHOD = "forkserver"  # or "fork", in processes that never use a GPU (tests/mutate.py)
-TASKS_PER_WORKER = 40  # torch leaves a gloo context of three threads behind per program; fresh workers are cheap
+TASKS_PER_WORKER = 100  # FSDP2 leaves a group of three threads behind; fresh workers are cheap
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.run", "numpy", "megatron.training.run",
              "megatron.training.verify.layout_trace", "megatron.training.tasks.gpt"]  # fmt: skip
 """What nearly every task imports, a second and a half of it: once in the server instead of in every worker."""
@@ -53,13 +53,13 @@ def _serve(connection, backend: str) -> None:
             connection.send((True, function(rank, world_size, *args)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
-        finally:
-            from megatron.core import parallel_state
+        connection.recv()  # all have answered: a group that one rank leaves may fail on those that still join it
+        from megatron.core import parallel_state
 
-            parallel_state.destroy_model_parallel()
-            if dist.is_initialized():
-                dist.destroy_process_group()
-            gc.collect()  # models hold their groups in cycles; each group left over keeps three threads polling
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()  # models hold their groups in cycles; each group left over keeps three threads polling
 
 
 class RankPool:
@@ -99,6 +99,8 @@ class RankPool:
         if failures:
             self.close()  # a rank that raised may have left its peers in a broken group
             raise WorkerError("\n".join(failures))
+        for _, connection in workers:
+            connection.send("all have answered")
         return [value for _, value in replies]
 
     def _receive(self, rank: int, connection: Any) -> tuple[bool, Any]:

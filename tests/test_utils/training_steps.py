@@ -20,7 +20,7 @@ from megatron.core.sharding.sharded_tensor import stretch_tensors
 from tests.test_utils.specs import named_specs
 
 DOUBLE = torch.float64
-STEPS, BATCH, LENGTH, VOCAB = 4, 4, 8, 53
+STEPS, BATCH, LENGTH, VOCAB = 2, 4, 8, 53  # the second step sees the first one's weights, moments, buffers
 
 
 def build(groups, model=(), **overrides):

@@ -8,8 +8,10 @@ shard of every bucket, and the updated weights are all-gathered, at once or behi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,7 +58,9 @@ class DistributedDataParallel(DataParallel):
         self._buffer_of = {parameter: buffer for buffer in self.grad_buffers for parameter in buffer.parameters}
         self._last_microbatch = True
         # both kinds: a parameter may be used by a fused product here and by plain autograd there
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._accumulate) for parameter in trained]
+        # hooks that held the model would keep it for ever: Python's garbage collector cannot see through autograd
+        accumulate = partial(_call, weakref.WeakMethod(self._accumulate))
+        self._hooks = [parameter.register_post_accumulate_grad_hook(accumulate) for parameter in trained]
         self._hooks += [self._on_token(parameter) for parameter in trained]
         if ddp_config.use_distributed_optimizer:
             # a checkpoint of weights that are still being gathered would hold this rank's shard and stale rest
@@ -103,10 +107,11 @@ class DistributedDataParallel(DataParallel):
 
     def _on_token(self, parameter: nn.Parameter) -> Any:
         """An operator that adds to ``main_grad`` itself says so by a gradient of the parameter's token."""
+        note, owner = weakref.WeakMethod(self._note), weakref.ref(parameter)
 
         def drop_and_note(token: Tensor) -> None:
             token.grad = None
-            self._note(parameter)
+            _call(note, owner())
 
         return parameter.grad_ready.register_post_accumulate_grad_hook(drop_and_note)  # type: ignore[attr-defined]
 
@@ -167,6 +172,12 @@ class DistributedDataParallel(DataParallel):
         for buffer in self.grad_buffers:
             for bucket in buffer.buckets:
                 bucket.finish_gather()
+
+
+def _call(method: weakref.WeakMethod[Any], parameter: Tensor | None) -> None:
+    """Calls the method while the model lives."""
+    if (alive := method()) is not None:
+        alive(parameter)
 
 
 def _may_be_tied(module: nn.Module, groups: ProcessGroups) -> Any:

@@ -5,7 +5,7 @@ What contradicts itself is left as it is, for the rules to name; so nothing here
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import os
 from typing import Any
 
@@ -34,18 +34,23 @@ def resolve(cfg: PretrainConfig, world_size: int, *, gpus: bool | None = None) -
     Args:
         gpus: whether ranks have GPUs; None: look.
     """
-    off: dict[str, Any] = dict.fromkeys(overlaps_without_halves(cfg), False)
-    cfg = dataclasses.replace(cfg, **off)
+    cfg = _copy(cfg, dict.fromkeys(overlaps_without_halves(cfg), False))
     values: dict[str, Any] = {"world_size": world_size}
     values.update(_implementations(cfg, gpu_present() if gpus is None else gpus))
     values.update(_without_effect(cfg))
     values.update(_network(cfg))
     values.update(_precision(cfg))
     values.update(_data(cfg))
-    cfg = dataclasses.replace(cfg, **values)
-    cfg = dataclasses.replace(cfg, **_batches(cfg))
-    cfg = dataclasses.replace(cfg, **_schedules(cfg))
-    return dataclasses.replace(cfg, resolved=True)
+    cfg = _copy(cfg, values)
+    cfg = _copy(cfg, _batches(cfg))
+    return _copy(cfg, _schedules(cfg) | {"resolved": True})
+
+
+def _copy(cfg: PretrainConfig, values: dict[str, Any]) -> PretrainConfig:
+    """``cfg`` with other ``values``; ``dataclasses.replace`` would set some 450 fields one by one, 0.5 ms a call."""
+    other = copy.copy(cfg)
+    vars(other).update(values)
+    return other
 
 
 def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:

@@ -1,5 +1,8 @@
 """Gradients of any number of ranks and micro-batches equal those of one rank and one batch."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -176,3 +179,14 @@ def drifted(rank, world):
 def test_a_replica_that_differs_in_one_bit_is_named(gloo_pool):
     assert gloo_pool.run(drifted, 3) == [[("first.weight", 1, "dp_cp")]] * 3
     assert check_replicas([Net()], SINGLE_PROCESS) == []
+
+
+def test_a_model_that_nobody_holds_is_freed():
+    """With its process groups, whose threads would go on polling."""
+    net = nn.Linear(2, 2)
+    ddp = wrapped(net, overlap_grad_reduce=True)
+    ddp(torch.ones(1, 2)).sum().backward()
+    left = [weakref.ref(each) for each in (net, ddp)]
+    del net, ddp
+    gc.collect()
+    assert [each() for each in left] == [None, None]

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -253,12 +252,12 @@ def test_a_target_that_exists_is_refused_and_left_alone(folders, tmp_path):
     converted(folders / "hf", tmp_path / "empty", "native")
 
 
-def test_a_folder_that_is_being_written_is_refused_on_both_sides(folders, tmp_path):
+def test_a_folder_that_is_being_written_is_refused_on_both_sides(warm_python, folders, tmp_path):
     with Target(tmp_path / "out", "another conversion") as target:
         target.write("model.safetensors", {"a": LazyTensor.of(torch.ones(3))}, {})
         assert "an unfinished conversion" in refused(target.folder, tmp_path / "copy")
         command = "import sys; from megatron.core.export.files import Target; Target(sys.argv[1], 'mine')"
-        assert "another process is making it" in run_python(command, tmp_path / "out").stderr
+        assert "another process is making it" in run_python(warm_python, command, tmp_path / "out").stderr
 
 
 def test_a_folder_of_no_known_format_is_named(tmp_path):
@@ -291,17 +290,17 @@ sys.exit(formats.program(convert.main))
 """
 
 
-def run_python(program, *arguments):
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+def run_python(python, program, *arguments):
+    command = [python, "-c", program, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
 @pytest.mark.parametrize("saver", ["native", "hf"])
-def test_a_killed_conversion_leaves_no_target_and_goes_on(folders, tmp_path, capsys, saver):
+def test_a_killed_conversion_leaves_no_target_and_goes_on(warm_python, folders, tmp_path, capsys, saver):
     flags = ["--saver", saver, "--load-dir", str(folders / "native"), "--save-dir", str(tmp_path / "out"),
              "--max-shard-size", "0.00001", "--no-checking"]  # fmt: skip
-    assert run_python(KILLED, 9, *flags).returncode == -9
+    assert run_python(warm_python, KILLED, 9, *flags).returncode == -9
     assert not (tmp_path / "out").exists()
     hidden = tmp_path / ".out.converting"
     complete = [json.loads(line)[0] for line in (tmp_path / ".out.converting.journal").read_text().splitlines()[1:]]
@@ -317,9 +316,9 @@ def test_a_killed_conversion_leaves_no_target_and_goes_on(folders, tmp_path, cap
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_another_conversion_to_the_same_place_starts_anew(folders, tmp_path, capsys):
+def test_another_conversion_to_the_same_place_starts_anew(warm_python, folders, tmp_path, capsys):
     flags = ["--load-dir", str(folders / "native"), "--save-dir", str(tmp_path / "out"), "--max-shard-size", "0.00001"]
-    assert run_python(KILLED, 9, "--saver", "native", *flags).returncode == -9
+    assert run_python(warm_python, KILLED, 9, "--saver", "native", *flags).returncode == -9
     assert convert.main(["--saver", "native", "--dtype", "fp32", *flags]) == 0
     assert "were complete already" not in capsys.readouterr().err
     found = load_native(tmp_path / "out" / "release")
@@ -350,8 +349,9 @@ def test_a_source_that_has_changed_is_converted_anew(folders, tmp_path, monkeypa
     assert all(found.tensors[name].read().equal(tensor.read()) for name, tensor in tensors.items())
 
 
-def test_no_space_is_one_message_and_no_target(folders, tmp_path):
-    result = run_python(LIMITED, "--saver", "native", "--load-dir", folders / "hf", "--save-dir", tmp_path / "out")
+def test_no_space_is_one_message_and_no_target(warm_python, folders, tmp_path):
+    places = ["--load-dir", folders / "hf", "--save-dir", tmp_path / "out"]
+    result = run_python(warm_python, LIMITED, "--saver", "native", *places)
     assert result.returncode == 1 and "no space" in result.stderr and "repeat the command" in result.stderr
     assert "Traceback" not in result.stderr and not (tmp_path / "out").exists()
 
