@@ -125,6 +125,9 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_name(path) for path in FILES}
+
+
 def room_of(module):
     """The longest room that holds ``module``."""
     parts = module.split(".")
@@ -141,21 +144,22 @@ def tree_of(path):
 
 def imported_modules(path, tree):
     """Every project module that ``path`` imports, wherever in the file the import stands."""
-    known = {module_name(file) for file in FILES}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import; write the full name"
             base = node.module or ""
-            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+            names = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names]
         else:
             continue
-        yield from ((name, node.lineno) for name in names if name.partition(".")[0] == "megatron" or name in known)
+        yield from ((name, node.lineno) for name in names if name.partition(".")[0] == "megatron" or name in MODULES)
 
 
 def is_shim(path):
     """Whether a file only names, for existing programs, what lives elsewhere: a docstring and one ``import *``."""
+    if " import *" not in path.read_text(encoding="utf-8"):
+        return False
     _, *statements = tree_of(path).body or [None]
     match statements:
         case [ast.ImportFrom(names=[ast.alias(name="*")])]:
