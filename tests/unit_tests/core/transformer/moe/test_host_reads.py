@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.random import philox
 from megatron.core.tensor_parallel import cross_entropy, layers
 from megatron.core.tensor_parallel.grouped_linear import GroupedProducts, group_of_rows
 from megatron.core.transformer.moe.experts import SequentialExperts
@@ -82,6 +83,7 @@ def step(rank, world, ep, settings):
     with reads, waits, pytest.MonkeyPatch.context() as patch:
         for module in (layers, cross_entropy):
             patch.setattr(module, "check_ids", lambda *_: None)  # which reads ids in host memory alone
+        patch.setattr(philox, "philox", philox._rounds)  # in torch, as on a device
         ddp.zero_grad_buffer()
         losses = ddp(own[:, :-1], position, labels=own[:, 1:], sample_index=index, loss_mask=everything)
         losses.sum().backward()
