@@ -170,6 +170,28 @@ def test_the_formula_of_operations_equals_a_counted_trace():
     assert counter.get_total_flops() / 2 == described.flops_per_sample + hidden_scores + padding
 
 
+def test_bytes_of_the_decoder_are_counted_per_token_of_the_encoder():
+    whole, half = (
+        describe_t5(make_config(), Vocabulary(VOCAB, True, 8), EncoderDecoder(LENGTH, length, 3),
+                    max_sequence_length=LENGTH).layers for length in (LENGTH, LENGTH // 2)
+    )  # fmt: skip
+    encoder, decoder, same, shorter = (
+        [number for op in layers[layer][-1].ops for number in (op.traffic, *(each.bytes for each in op.saved))]
+        for layers in (whole, half) for layer in (0, -1)
+    )  # fmt: skip
+    assert encoder == decoder == same == [2 * each for each in shorter] and sum(encoder) > 0
+
+
+@pytest.mark.parametrize("stack", ["encoder", "decoder"])
+def test_relative_positions_count_where_kernels_without_a_bias_would_serve(stack):
+    model = make_model("relative", fields={"attention_dropout": 0.0}).eval()
+    text, answer, labels, _ = arrays()
+    with torch.no_grad():
+        before = model(text, answer, lm_labels=labels)
+        getattr(model, f"{stack}_relative_pos_emb").table.mul_(50)
+        assert not torch.allclose(before, model(text, answer, lm_labels=labels), rtol=1e-6)
+
+
 def test_a_program_builds_it_by_the_names_of_megatron_lm():
     config = make_config()
     encoder, decoder = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(1)

@@ -40,6 +40,13 @@ def test_what_no_sample_can_be_made_with_is_refused(family, text, flag, reason):
     assert flag in problem and reason in problem
 
 
+@pytest.mark.parametrize("family, lengths", [("bert", ""), ("t5", "--decoder-seq-length 2 ")])
+def test_random_samples_need_no_words_to_mask(family, lengths):
+    text = TINY.replace("--data-path x --split 1,0,0", "--mock-data --tokenizer-type NullTokenizer --vocab-size 99")
+    argv = (text + lengths + "--seq-length 4 --mask-prob 0.01").split()
+    assert not check(resolve(parse_args(argv, model_family=family), 1))
+
+
 def test_a_length_is_named_as_it_was_given():
     text = TINY.replace("--seq-length 32", "--encoder-seq-length 3") + "--decoder-seq-length 16 --vocab-extra-ids 9 "
     found = check(resolve(parse_args((text + WORDS + "BertWordPieceCase").split(), model_family="t5"), 1))

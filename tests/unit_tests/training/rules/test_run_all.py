@@ -303,6 +303,7 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
         ("--save-interval 5", "--save-interval 5: no effect without --save DIRECTORY; nothing is saved"),
         ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32: no effect without"),
         ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
+        ("--relative-attention-num-buckets 8", "--relative-attention-num-buckets: no effect without --position-emb"),
     ],
 )
 def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
