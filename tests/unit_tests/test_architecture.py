@@ -26,7 +26,7 @@ CORE = {
     "statistics": "groups",
     "parallel_state": "config groups",
     "dist_checkpointing": "config groups sharding",
-    "export": "attention config dist_checkpointing models sharding",
+    "export": "attention config dist_checkpointing models sharding tokenizers",
     "distributed": "config dist_checkpointing groups parallel_state sharding statistics",
     "tensor_parallel": "config extensions fusions groups parallel_state random sharding",
     "optimizer": "config distributed extensions fusions groups parallel_state sharding",

@@ -46,6 +46,11 @@ class BackendTokenizer(Tokenizer):
         return self._vocab
 
     @property
+    def definition(self) -> str:
+        """The content of its tokenizer.json."""
+        return self._backend.to_str()
+
+    @property
     def is_fast(self) -> bool:
         """Whether tiktoken encodes most texts."""
         return self._fast is not None

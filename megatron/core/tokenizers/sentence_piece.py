@@ -15,7 +15,7 @@ from megatron.core.tokenizers.libraries import require
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece .model file."""
+    """A SentencePiece .model file; ``added`` are the tokens behind its own, with their ids."""
 
     def __init__(self, tokenizer_type: str, model: str | None, *, legacy: bool = False, extra_ids: int = 0,
                  special_tokens: Sequence[str] | None = None):  # fmt: skip
@@ -33,7 +33,7 @@ class SentencePieceTokenizer(Tokenizer):
         roles = {"bos": self._processor.bos_id(), "eos": self._processor.eos_id(), "pad": self._processor.pad_id(),
                  "unk": self._processor.unk_id()}  # fmt: skip
         special_ids = {role: index for role, index in roles.items() if index >= 0}
-        self._added: dict[str, int] = {}
+        self.added: dict[str, int] = {}
         if legacy:
             special_ids.update({role: self._add(f"<{role.upper()}>") for role in ("cls", "sep", "eod", "mask")})
             special_ids.update({r: self._add(f"<{r.upper()}>") for r in ("pad", "bos", "eos") if r not in special_ids})
@@ -46,14 +46,14 @@ class SentencePieceTokenizer(Tokenizer):
                 f"--tokenizer-model {model} has no end-of-sequence piece, which ends documents; "
                 "train it with eos_id >= 0, or add --tokenizer-sentencepiece-legacy, which appends <EOD>"
             )
-        self._splitter = re.compile("(" + "|".join(map(re.escape, self._added)) + ")") if self._added else None
-        named = {token: index for token, index in self._added.items() if token not in sentinel_names(extra_ids)}
+        self._splitter = re.compile("(" + "|".join(map(re.escape, self.added)) + ")") if self.added else None
+        named = {token: index for token, index in self.added.items() if token not in sentinel_names(extra_ids)}
         options = {"type": "sentencepiece", "added": named}
         super().__init__(tokenizer_type, max(self._vocab.values()) + 1, special_ids, fingerprint_of([raw], options))
 
     def _add(self, token: str) -> int:
         index = self._vocab.setdefault(token, len(self._vocab))
-        self._added[token] = index
+        self.added[token] = index
         return index
 
     @property
@@ -66,16 +66,16 @@ class SentencePieceTokenizer(Tokenizer):
             return self._processor.encode_as_ids(text)
         ids: list[int] = []
         for part in self._splitter.split(text):
-            if part in self._added:
-                ids.append(self._added[part])
+            if part in self.added:
+                ids.append(self.added[part])
             elif part:
                 ids += self._processor.encode_as_ids(part)
         return ids
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        if not self._added:
+        if not self.added:
             return self._processor.decode([int(index) for index in ids])
-        names = {index: token for token, index in self._added.items()}
+        names = {index: token for token, index in self.added.items()}
         text = ""
         run: list[int] = []
         for index in map(int, ids):

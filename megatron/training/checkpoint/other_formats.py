@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,6 +28,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, Chec
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped
 from megatron.core.export.hf import load_hf, load_hf_settings
+from megatron.core.export.hf.config_file import read_json
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import ProcessGroups
@@ -158,10 +160,21 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
     folder = cfg.load_hf
     if folder is None:
         return cfg
-    named = {"tokenizer_type", "tokenizer_model"} & cfg.explicit
-    if not named and os.path.isfile(os.path.join(folder, "tokenizer.json")):
-        cfg = dataclasses.replace(cfg, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=folder)
+    if not {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit:
+        cfg = dataclasses.replace(cfg, **_tokenizer_of(Path(folder)))
     return with_settings(cfg, load_hf_settings(folder), f"--load-hf {folder}")
+
+
+def _tokenizer_of(folder: Path) -> dict[str, Any]:
+    """Settings that name a folder's tokenizer: tokenizer.json, or the vocab.txt of BERT's older folders, without the
+    sentinels that a cased one has elsewhere. None: it holds neither."""
+    if (folder / "tokenizer.json").is_file():
+        return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder)}
+    vocabulary, config = folder / "vocab.txt", folder / "tokenizer_config.json"
+    if not vocabulary.is_file():
+        return {}
+    kind = "LowerCase" if not config.is_file() or read_json(config).get("do_lower_case", True) else "Case"
+    return {"tokenizer_type": f"BertWordPiece{kind}", "vocab_file": str(vocabulary), "vocab_extra_ids": 0}
 
 
 def load_hf_weights(

@@ -19,6 +19,7 @@ from megatron.core.export.hf.config_file import CONFIG, GENERATION, read_json
 from megatron.core.export.hf.conversion import Placement, placements, to_theirs
 from megatron.core.export.hf.family import complete, counters
 from megatron.core.export.hf.registry import family_for
+from megatron.core.export.hf.tokenizer_files import tokenizer_files
 from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
@@ -53,8 +54,11 @@ def save(
             ids = {name: config[name] for name in TOKENS if name in config}
             if f"hf/{GENERATION}" not in model.assets and chosen.model_family != "bert":  # which generates nothing
                 _write_json(target.folder / GENERATION, {"_from_model_config": True, **ids})
+            made = tokenizer_files(settings, model.assets)
+            for name, content in made.items():
+                write_file(target.folder / name, content)
             for name, path in model.assets.items():
-                if (place := name.partition("/")[2]) != CONFIG:
+                if (place := name.partition("/")[2]) not in (CONFIG, *made):
                     copy_asset(path, target.folder / place)
             if target is not folder:
                 target.publish()

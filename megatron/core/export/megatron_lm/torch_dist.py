@@ -125,10 +125,20 @@ class _Checkpoint:
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def load_torch_dist(
+def load_megatron_torch_dist(
     folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False
 ) -> Interchange:
-    """See the package."""
+    """The model, and training state, of a ``--ckpt-format torch_dist`` folder. Tensors are read later, one at a time.
+
+    Args:
+        folder: what ``--load`` names, or one ``iter_…`` in it.
+        step: the iteration; None: the one that the tracker names.
+        padded_vocabulary: keep the rows that pad the vocabulary. Its softmax includes them, so that a run goes on with
+            exactly the losses that it would have had; without them it goes on with the true vocabulary.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or being written; a crafted pickle; a layer without counterpart.
+    """
     checkpoint = _open(find_folder(Path(folder), step, ".metadata"))
     state = checkpoint.state()
     weights: dict[str, LazyTensor] = {}

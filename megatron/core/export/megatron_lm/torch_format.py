@@ -30,8 +30,13 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:w
 Named = dict[str, LazyTensor]
 
 
-def load_torch(folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False) -> Interchange:
-    """See the package."""
+def load_megatron_torch(
+    folder: str | os.PathLike, step: int | None = None, *, padded_vocabulary: bool = False
+) -> Interchange:
+    """The model, and training state, of a ``--ckpt-format torch`` folder of any tensor- and pipeline-parallel sizes.
+
+    Arguments and errors as for :func:`megatron.core.export.megatron_lm.load_megatron_torch_dist`.
+    """
     directory = find_folder(Path(folder), step, "mp_rank_*/*.pt")
     first = _rank_file(directory, sorted(path.name for path in directory.glob("mp_rank_*"))[0])
     args = first.get("args")

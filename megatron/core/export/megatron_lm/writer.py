@@ -61,8 +61,15 @@ class _Piece:
         return tensor if self.layer is None else tensor[None]
 
 
-def save_torch_dist(interchange: Interchange, folder: str | os.PathLike) -> None:
-    """See the package."""
+def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike) -> None:
+    """Write ``<folder>/iter_…`` (``release`` without an iteration) and its tracker, for Megatron-LM's loader.
+
+    A layer at a time is in memory. Optimizer state is that of its optimizer that is not distributed. There are no
+    random states: it takes --no-load-rng to go on from it.
+
+    Raises:
+        CheckpointError: it exists already; a tensor has no counterpart there.
+    """
     objects = interchange.objects
     release = "train_state" not in objects
     name = "release" if release else f"iter_{objects['iteration']:07d}"
