@@ -6,17 +6,15 @@ it is the same bytes.
 """
 
 import dataclasses
-import importlib
 import json
 
 import pytest
 import torch
 
 from tests.test_utils.foreign_comparison import assert_close
-from tests.test_utils.foreign_masked_models import ANSWER, FAMILIES, build, flags_of, random_arrays, run_foreign
+from tests.test_utils.foreign_masked_models import ANSWER, FAMILIES, build, compare_losses, flags_of, random_arrays
 from tests.test_utils.foreign_models import LENGTH, VOCAB
 from tests.test_utils.hf_folders import random_model
-from tests.test_utils.reference_runs import TASKS
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
 
@@ -32,14 +30,14 @@ CONVERTED = [*ENCODERS, "t5", "t5-v1.1"]
 def our_model(settings):
     """The model of a command line that says nothing but the settings."""
     from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.tasks.language_model import task_class
 
     kind = settings["model_family"]
-    task = getattr(importlib.import_module(f"megatron.training.tasks.{kind}"), TASKS[kind])
     line = f"--micro-batch-size 2 --global-batch-size 2 --lr 1e-3 --train-iters 1 --seq-length {LENGTH}"
     line += f" --decoder-seq-length {ANSWER}" if kind == "t5" else ""
     cfg = dataclasses.replace(parse_args(line.split(), needs_data=False, model_family=kind), **settings)
 
-    class WithoutTokenizer(task):
+    class WithoutTokenizer(task_class(kind)):
         vocab_size = settings["vocab_size"]
 
     return WithoutTokenizer(validate_args(cfg, 1)).model_provider().eval()
@@ -58,13 +56,6 @@ def fill(ours, interchange):
             tensor.local.copy_(interchange.tensors[tensor.name].read())
 
 
-def run_ours(model, arrays, has_types, labels):
-    """(logits or losses [b, s], logits of the order or None)."""
-    if "decoder" in arrays:
-        return model(arrays["tokens"], arrays["decoder"], arrays["real"], lm_labels=labels), None
-    return model(arrays["tokens"], arrays["real"], arrays["types"] if has_types else None, labels)
-
-
 @pytest.mark.parametrize("name", CONVERTED)
 def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformers(name, tmp_path):
     foreign, arrays = build(FAMILIES[name]), random_arrays(FAMILIES[name])
@@ -72,18 +63,7 @@ def test_logits_loss_and_gradients_of_a_loaded_folder_equal_those_of_transformer
     model = load_hf(tmp_path / "theirs")
     ours = our_model(model.settings)
     fill(ours, model)
-    logits, order, expected_loss = run_foreign(FAMILIES[name], foreign, arrays)
-    found, found_order = run_ours(ours, arrays, order is not None, None)
-    counted = torch.ones_like(arrays["loss_mask"]) if "decoder" in arrays else arrays["real"]
-    assert_close("logits", found[..., :VOCAB][counted], logits[counted])
-    losses, _ = run_ours(ours, arrays, order is not None, arrays["labels"])
-    loss = (losses * arrays["loss_mask"]).sum() / arrays["loss_mask"].sum()
-    if order is not None:
-        assert_close("logits of the order", found_order, order)
-        loss = loss + torch.nn.functional.cross_entropy(found_order, arrays["swapped"])
-    assert_close("loss", loss.detach(), expected_loss.detach())
-    loss.backward()
-    expected_loss.backward()
+    compare_losses(FAMILIES[name], ours, foreign, arrays)
     # their gradients, saved as if they were weights, are read by the same tables
     with torch.no_grad():
         for parameter in foreign.parameters():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.test_utils.foreign_comparison import assert_close
 from tests.test_utils.foreign_models import HEADS, HIDDEN, LAYERS, LENGTH, VOCAB, rope
 
 ANSWER = 17
@@ -242,3 +243,26 @@ def run_foreign(family: Family, foreign: torch.nn.Module, arrays: dict) -> tuple
         return output.logits, None, output.loss
     output = foreign(**inputs, token_type_ids=arrays["types"], next_sentence_label=arrays["swapped"])
     return output.prediction_logits, output.seq_relationship_logits, output.loss
+
+
+def run_ours(family: Family, model: torch.nn.Module, arrays: dict, labels: torch.Tensor | None) -> tuple:
+    """(logits or losses [b, s], logits of the order or None)."""
+    if family.is_t5:
+        return model(arrays["tokens"], arrays["decoder"], arrays["real"], lm_labels=labels), None
+    return model(arrays["tokens"], arrays["real"], arrays["types"] if "swapped" in arrays else None, labels)
+
+
+def compare_losses(family: Family, ours: torch.nn.Module, foreign: torch.nn.Module, arrays: dict) -> None:
+    """Logits and losses agree; both models then have the gradients of the loss."""
+    logits, order, expected_loss = run_foreign(family, foreign, arrays)
+    found, found_order = run_ours(family, ours, arrays, None)
+    counted = torch.ones_like(arrays["loss_mask"]) if family.is_t5 else arrays["real"]
+    assert_close("logits", found[..., :VOCAB][counted], logits[counted])
+    losses, _ = run_ours(family, ours, arrays, arrays["labels"])
+    loss = (losses * arrays["loss_mask"]).sum() / arrays["loss_mask"].sum()
+    if order is not None:
+        assert_close("logits of the order", found_order, order)
+        loss = loss + torch.nn.functional.cross_entropy(found_order, arrays["swapped"])
+    assert_close("loss", loss.detach(), expected_loss.detach())
+    loss.backward()
+    expected_loss.backward()

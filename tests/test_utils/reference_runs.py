@@ -1,7 +1,6 @@
 """Whole runs of the program beside the reference (``tests/reference``): what each leaves, and where they differ."""
 
 import dataclasses
-import importlib
 import math
 import struct
 from pathlib import Path
@@ -21,7 +20,6 @@ MEMORIES = (".expert_bias", ".last_choices")
 """What routers keep besides weights."""
 TOKENIZER = ["--tokenizer-type", "NullTokenizer"]
 PROGRAM_ONLY = ["--num-workers", "0", "--log-interval", "1", "--log-params-norm"]
-TASKS = {"gpt": "GPTTask", "bert": "BertTask", "t5": "T5Task"}
 
 
 def corpora():
@@ -61,11 +59,11 @@ def program(rank, world_size, argv, fp64, folder, save, kind="gpt", vocab_size=V
     from megatron.training.arguments import parse_args
     from megatron.training.observe.metrics import read_metrics
     from megatron.training.run import run
+    from megatron.training.tasks.language_model import task_class
 
     initial = {}
-    task = getattr(importlib.import_module(f"megatron.training.tasks.{kind}"), TASKS[kind])
 
-    class Recording(task):
+    class Recording(task_class(kind)):
         def model_provider(self, *args, **kwargs):
             model = super().model_provider(*args, **kwargs)
             for name, weight in model.named_parameters():
