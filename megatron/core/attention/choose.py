@@ -74,6 +74,7 @@ def request_of(
         form=form,
         sink=has_sink(config),
         soft_cap=config.attn_logit_softcapping,
+        cudnn_version=torch.backends.cudnn.version() if torch.cuda.is_available() else None,
     )
 
 

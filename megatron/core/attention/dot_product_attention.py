@@ -81,7 +81,9 @@ class CoreAttention(nn.Module):
         self.form, self.first_head = layout.form(kernel), layout.first_head
         self._filled = ""
         if keys != values and (self.choice.kernel not in UNEQUAL_HEADS or not isinstance(self.form, WholeSequence)):
-            self.form, self._filled = EqualHeads(self.form), f", heads of {keys} and {values} channels filled up"
+            both = self.choice.kernel == "cudnn" and isinstance(self.form, WholeSequence)
+            self.form = EqualHeads(self.form, both)
+            self._filled = "" if both else f", heads of {keys} and {values} channels filled up"
         add_sink(self, config, groups)
 
     def forward(

@@ -167,9 +167,13 @@ class EqualHeads:
     """``inner`` for kernels and forms whose keys and values have heads of one size: zeros fill up the smaller ones."""
 
     inner: Attention
+    only_documents: bool = False
+    """Whether ``inner`` takes heads of two sizes but for packed documents."""
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         """query [s, b, a, d], key [t, b, g, d], value [t, b, g, e] -> [s, b, a, e]."""
+        if self.only_documents and mask.documents is None:
+            return self.inner(query, key, value, mask, sink)
         width = max(key.shape[-1], value.shape[-1])
         parts = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
         return self.inner(*parts, mask, sink)[..., : value.shape[-1]]

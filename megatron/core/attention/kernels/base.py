@@ -54,6 +54,8 @@ class Request:
     """Whether a sink joins the softmax (``sink.py``)."""
     soft_cap: float | None = None
     """``--attn-logit-softcapping``."""
+    cudnn_version: int | None = None
+    """Torch's cuDNN, 91300 for 9.13; None: it has none."""
 
     @property
     def situation(self) -> str:

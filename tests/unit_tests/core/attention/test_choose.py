@@ -31,6 +31,8 @@ def request(**changes):
         ({"capability": AMPERE}, "flash", "sm_80"),
         ({"capability": (7, 5)}, "efficient", "sm_75"),
         ({"channels": 192}, "flash", "multiples of 8 up to 128"),
+        ({"channels": 192, "cudnn_version": 91900}, "flash", "multiples of 8 up to 128"),
+        ({"channels": 192, "cudnn_version": 91300, "backend": "fused"}, "cudnn", "head dim 192"),
         ({"channels": 100}, "math", "multiples of 8 up to 128"),
         ({"deterministic": True}, "flash", "does not repeat its bits"),
         ({"window": (127, 0)}, "flash", "window 127,0"),
@@ -63,6 +65,9 @@ def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason
     "changes, message",
     [
         ({"backend": "fused", "channels": 192}, "--attention-backend fused: cuDNN's backward.*head dim 192"),
+        ({"backend": "fused", "channels": 192, "cudnn_version": 91200}, "cuDNN's backward.* up to 128"),
+        ({"backend": "fused", "channels": 200, "cudnn_version": 91300}, "cuDNN's backward.* up to 192"),
+        ({"backend": "fused", "channels": 192, "cudnn_version": 91300, "capability": BLACKWELL}, "up to 128"),
         ({"backend": "fused", "deterministic": True}, "does not repeat its bits"),
         ({"backend": "flash", "channels": 100}, "--attention-backend flash.*multiples of 8"),
         ({"backend": "flash", "dtype": torch.float32}, "--attention-backend flash takes bfloat16 or float16"),

@@ -79,6 +79,35 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups, length=LEN
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
 
 
+@pytest.mark.parametrize("backend", ["auto", "fused"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_heads_of_latent_attention_equal_the_reference(backend, packed, keys=192, values=128):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("cuDNN takes such heads on Hopper")
+    config = make_config(HEADS, attention_backend=backend)
+    core = CoreAttention(config, 1, groups=SINGLE_PROCESS, k_channels=keys, v_channels=values)
+    assert core.choice.kernel == ("cudnn" if backend == "fused" else "flash")
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shapes = [(LENGTH, BATCH, HEADS, width) for width in (keys, keys, values)]
+    draw = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    tensors = [torch.randn(shape, **draw).requires_grad_() for shape in shapes]
+    bounds = list(range(0, LENGTH * BATCH + 1, 256))
+    documents = PackedSeqParams(cu_seqlens_q=torch.tensor(bounds, dtype=torch.int32, device="cuda")) if packed else None
+    mixed = core(*tensors, packed_seq_params=documents)
+    exact = [x.detach().double().permute(1, 2, 0, 3).requires_grad_() for x in tensors]
+    place = torch.arange(LENGTH, device="cuda")
+    visible = place[:, None] >= place
+    if packed:
+        visible &= place[:, None] // 256 == place // 256
+    scores = (exact[0] @ exact[1].mT / keys**0.5).masked_fill(~visible, -torch.inf)
+    reference = (scores.softmax(-1) @ exact[2]).permute(2, 0, 1, 3).flatten(2)
+    gradient = torch.randn_like(reference)
+    expected = [x.permute(2, 0, 1, 3) for x in torch.autograd.grad(reference, exact, gradient)]
+    found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
+    for one, other in zip((mixed, *found), (reference, *expected)):
+        assert (one.double() - other).norm() < 0.02 * other.norm()
+
+
 @pytest.mark.parametrize("length", [16, 40, 64, 100, 192, 261])
 @pytest.mark.parametrize("window", [None, (31, 0)])
 def test_lengths_that_cudnn_does_not_take_have_gradients_too(length, window):
