@@ -203,7 +203,8 @@ def one_rank(cfg: PretrainConfig) -> PretrainConfig:
         "expert_tensor_parallel_size", "moe_token_dispatcher_type", "moe_shared_expert_overlap", "moe_fusion",
     ]  # fmt: skip
     values = {name: getattr(defaults, name) for name in layout}
-    if cfg.num_moe_experts is None or not {"aux_loss", "sinkhorn"} & set(cfg.moe_router_load_balancing_type):
+    whole = {"aux_loss", "sinkhorn", "quantile_balancing"}
+    if cfg.num_moe_experts is None or not whole & set(cfg.moe_router_load_balancing_type):
         values["micro_batch_size"] = cfg.global_batch_size
     return dataclasses.replace(cfg, **values, explicit=cfg.explicit - set(layout))
 

@@ -24,16 +24,22 @@ PREFIX = {"aux_loss": "", "seq_aux_loss": "seq_", "global_aux_loss": "global_"}
 class Router:
     """What a router remembers from one global batch to the next, [e] each: a ``bias`` added to the scores for the
     choice; the ``shares`` of all choices by score in the last one. Of this one: tokens that experts compute (``used``),
-    and choices by score, whatever bias, groups and capacity say (``wanted``)."""
+    and choices by score, whatever bias, groups and capacity say (``wanted``); with quantile balancing the ``levels`` of
+    its micro-batches."""
 
     def __init__(self, c: Settings) -> None:
         self.bias = self.used = self.wanted = torch.zeros(c.num_experts, dtype=torch.float64)
         self.shares = torch.full_like(self.bias, 1 / c.num_experts)
+        self.levels: list[Tensor] = []
 
     def end_batch(self, c: Settings) -> None:
         """Moves the bias of experts with less than the mean up, of those with more down."""
         if c.moe_router_enable_expert_bias:
             self.bias = self.bias + c.moe_router_bias_update_rate * (self.used.mean() - self.used).sign()
+        if self.levels:
+            level, keep = torch.stack(self.levels).mean(dim=0), c.moe_router_quantile_balancing_ema
+            self.bias = (keep * self.bias - (1 - keep) * (level - level.mean())).float().double()
+            self.levels = []
         self.shares = self.wanted / self.wanted.sum().clamp(min=1)
         self.used = self.wanted = torch.zeros_like(self.used)
 
@@ -72,19 +78,34 @@ def choose(c: Settings, logits: Tensor, router: Router, training: bool) -> tuple
         scores = torch.sigmoid(logits) if k == 1 else logits.softmax(dim=-1)
         chosen = best(sinkhorn(logits.detach()) if training else logits, k)
         return scores * chosen, chosen
+    by_quantile = None
+    if c.moe_router_load_balancing_type == "quantile_balancing":
+        by_quantile = best(logits + router.bias, k)
+        if training:
+            router.levels.append(level_of(logits.detach(), router.bias, k))
     if kind == "softmax":
         scores = logits.softmax(dim=-1)
-        chosen = best(limited(c, scores if c.moe_router_pre_softmax else logits), k)
+        chosen = by_quantile
+        if chosen is None:
+            chosen = best(limited(c, scores if c.moe_router_pre_softmax else logits), k)
         if not c.moe_router_pre_softmax:
             scores = logits.masked_fill(chosen == 0, -torch.inf).softmax(dim=-1)
         weights = scores * chosen
     else:
         scores = torch.sigmoid(logits) if kind == "sigmoid" else F.softplus(logits).sqrt()
-        chosen = best(limited(c, scores + router.bias), k)
+        chosen = best(limited(c, scores + router.bias), k) if by_quantile is None else by_quantile
         weights = scores * chosen
         if k > 1:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * (c.moe_router_topk_scaling_factor or 1.0), chosen
+
+
+def level_of(logits: Tensor, bias: Tensor, k: int) -> Tensor:
+    """[e] what, subtracted, would let each expert take as many tokens of [m, s, e], against the best that a token
+    leaves out."""
+    z = logits.flatten(0, 1)
+    left_out = (z + bias).sort(dim=1, descending=True).values[:, k]
+    return (z - left_out[:, None]).sort(dim=0, descending=True).values[len(z) * k // z.shape[1]]
 
 
 def limited(c: Settings, scores: Tensor) -> Tensor:

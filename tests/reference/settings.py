@@ -41,7 +41,8 @@ EXPERTS = {
     "moe_shared_expert_gate": False, "moe_router_topk": 2, "moe_router_score_function": "softmax",
     "moe_router_pre_softmax": False, "moe_router_num_groups": None, "moe_router_group_topk": None,
     "moe_router_topk_scaling_factor": None, "moe_router_enable_expert_bias": False,
-    "moe_router_bias_update_rate": 1e-3, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
+    "moe_router_quantile_balancing_ema": 0.0, "moe_router_bias_update_rate": 1e-3,
+    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.0,
     "moe_z_loss_coeff": None, "moe_expert_capacity_factor": None, "moe_token_drop_policy": "probs",
     "mtp_num_layers": None, "mtp_use_repeated_layer": False, "mtp_loss_scaling_factor": 0.1,
 }  # fmt: skip

@@ -41,6 +41,8 @@ EXPERT_MODELS = {
     "moe-batch-4": f"{EXPERTS} {NO_DROPOUT} --moe-aux-loss-coeff 0.05 {SGD} --micro-batch-size 4",
     "moe-sinkhorn": f"{EXPERTS} {NO_DROPOUT} {BALANCE} sinkhorn {SGD} --micro-batch-size 4",
     "moe-sinkhorn-1": f"{EXPERTS} {DROPOUT} {BALANCE} sinkhorn --moe-router-topk 1 --micro-batch-size 2",
+    "moe-quantiles": f"{EXPERTS} {NO_DROPOUT} {BALANCE} quantile_balancing --micro-batch-size 4"
+                     " --moe-router-quantile-balancing-ema 0.25",
     "moe-capacity": f"{EXPERTS} {DROPOUT} {BALANCED} --moe-expert-capacity-factor 0.8 --micro-batch-size 2 {SGD}",
     "moe-capacity-last": (
         f"{EXPERTS} {NO_DROPOUT} {BALANCED} --moe-expert-capacity-factor 0.6 --moe-token-drop-policy position"
@@ -174,6 +176,8 @@ PER_MICRO_BATCH = {
     "ep2-batch": ("moe-batch-4", f"{EP2} {ALL}", 2),
     "ep2-sinkhorn": ("moe-sinkhorn", f"{EP2} {ALL}", 2),
     "tp2-sp-sinkhorn": ("moe-sinkhorn", f"--tensor-model-parallel-size 2 {SP} {EP2} {ETP1}", 2),
+    "tp2-sp-quantiles": ("moe-quantiles", f"--tensor-model-parallel-size 2 {SP} {EP2} {ETP1}", 2),
+    "cp2-quantiles-recompute": ("moe-quantiles", f"--context-parallel-size 2 {EP2} {ALL} {FULL}", 4),
     "cp2-sinkhorn-1": ("moe-sinkhorn-1", f"--context-parallel-size 2 {EP2}", 4),
     "ep2-capacity": ("moe-capacity", f"{EP2} {ALL}", 2),
     "ep4-capacity": ("moe-capacity", EP4, 4),
@@ -193,6 +197,6 @@ IN_THE_SUITE = {
     "experts-one-by-one", "ep2-alltoall", "ep2-etp2-dp8", "ep2-overlapped-shared", "ep2-global", "ep2-halves",
     "tp2-sp-etp1-ep4", "cp2-tp2-sp-ep2", "pp2-vpp-ep2", "ep2-zero-instances", "ep2-fsdp", "ep2-recompute-moe",
     "pp2-zero-bubble-recompute-moe", "cp2-batch", "tp2-sp-sinkhorn", "pp2-ep2-capacity", "ep2-etp2-padded",
-    "tp2-sp-roomy", "tp2-sp-ep2-etp2-static",
+    "tp2-sp-quantiles", "tp2-sp-roomy", "tp2-sp-ep2-etp2-static",
 }
 """Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

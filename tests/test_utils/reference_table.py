@@ -156,6 +156,10 @@ MIXTURES = {
     "not-balanced": f"{MOE} {BALANCED} none --moe-router-topk-scaling-factor 2.5 --seed 4",
     "sinkhorn": f"{EIGHT} {BALANCED} sinkhorn --micro-batch-size 2 --eval-interval 7",
     "sinkhorn-of-one-choice": f"{MOE} {BALANCED} sinkhorn --moe-router-topk 1",
+    "quantiles": f"{EIGHT} {BALANCED} quantile_balancing --moe-z-loss-coeff 0.01 --micro-batch-size 2",
+    "quantiles-of-sigmoid": f"{EIGHT} {BALANCED} quantile_balancing --moe-router-quantile-balancing-ema 0.25"
+                            " --moe-router-score-function sigmoid --moe-router-topk 1 --micro-batch-size 4"
+                            " --eval-interval 6",
     "sigmoid": f"{EIGHT} --moe-router-score-function sigmoid --moe-router-topk 3 --moe-aux-loss-coeff 0.1",
     "selection-bias": f"{EIGHT} {SIGMOID} {DROPOUT} --micro-batch-size 1 --moe-router-dtype fp64",
     "selection-bias-in-groups": f"{EIGHT} {SIGMOID} {GROUP_CHOICE} --moe-router-topk-scaling-factor 1.5 {SHARED}",

@@ -11,6 +11,7 @@ from megatron.core.config.cli import flag
 from megatron.core.config.ranges import Dim, NonNegativeFloat, NumRanks, PositiveFloat, Probability
 
 TokenDispatcher = Literal["allgather", "alltoall", "flex"]
+Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 
 @dataclass(kw_only=True)
@@ -73,11 +74,13 @@ class MoEConfig:
     moe_router_bias_update_rate: NonNegativeFloat = 1e-3
     """How far that bias moves in an iteration."""
 
-    moe_router_load_balancing_type: list[Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]] = (
-        flag(default_factory=lambda: ["aux_loss"])
-    )
+    moe_router_load_balancing_type: list[Balance] = flag(default_factory=lambda: ["aux_loss"])
     """What keeps the load of the experts equal: an auxiliary loss per micro-batch, per sequence or over the global
-    batch (several add up), or a Sinkhorn assignment."""
+    batch (several add up), a Sinkhorn assignment, or a bias of the choice that would have given every expert as many
+    tokens of the last global batch (quantile_balancing)."""
+
+    moe_router_quantile_balancing_ema: Probability = 0.0
+    """How much of that bias stays in every iteration; the rest is the new one."""
 
     moe_aux_loss_coeff: list[NonNegativeFloat] = flag(default_factory=lambda: [0.0])
     """Coefficient of each auxiliary loss."""
@@ -135,7 +138,8 @@ def has_experts(config: MoEConfig, layer_number: int) -> bool:
 def depends_on_micro_batch(config: MoEConfig) -> bool:
     """Whether what a token goes through, or a loss, depends on the other sequences of its micro-batch."""
     kinds = zip(config.moe_router_load_balancing_type, config.moe_aux_loss_coeff)
-    balances = any(kind == "sinkhorn" or (kind == "aux_loss" and coefficient) for kind, coefficient in kinds)
+    whole = ("sinkhorn", "quantile_balancing")
+    balances = any(kind in whole or (kind == "aux_loss" and coefficient) for kind, coefficient in kinds)
     return balances or config.moe_expert_capacity_factor is not None
 
 

@@ -90,7 +90,7 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
     if model.unknown:
         raise CheckpointError(f"--spec: {', '.join(model.unknown)} has no describe(config, place) to check weights by")
     found = {f"model.{param.name}": tuple(param.shape) for param in model.params() if not param.tied_to}
-    if cfg.moe_router_enable_expert_bias:
+    if cfg.moe_router_enable_expert_bias or "quantile_balancing" in cfg.moe_router_load_balancing_type:
         routers = [name.removesuffix("weight") for name in found if name.endswith(".router.weight")]
         found |= {f"{router}expert_bias": (int(cfg.num_moe_experts or 0),) for router in routers}
     return found

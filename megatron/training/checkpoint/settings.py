@@ -66,7 +66,7 @@ NUMBERS = (
     "loss_scale_window", "min_loss_scale", "hysteresis",
     "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate",
     "moe_router_dtype", "moe_input_jitter_eps", "moe_router_force_load_balancing", "moe_expert_capacity_factor",
-    "moe_token_drop_policy",
+    "moe_token_drop_policy", "moe_router_quantile_balancing_ema",
 )  # fmt: skip
 """Settings computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
 

@@ -60,7 +60,7 @@ def overlaps_without_halves(cfg: PretrainConfig) -> dict[str, str]:
     reasons = {
         "--use-torch-fsdp2 gathers a layer's weights as a whole": cfg.use_torch_fsdp2,
         f"--recompute-modules {' '.join(sorted(whole))} recomputes a layer in one piece": bool(whole),
-        "capacity, sinkhorn and aux_loss look at the whole micro-batch": cfg.num_moe_experts is not None
+        "capacity, sinkhorn, quantiles and aux_loss look at the whole micro-batch": cfg.num_moe_experts is not None
         and depends_on_micro_batch(cfg),
     }
     reason = next((reason for reason, applies in reasons.items() if applies), None)

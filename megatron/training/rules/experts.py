@@ -9,6 +9,9 @@ from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
 from megatron.training.rules.layout import common_divisors, nearest_multiples
 
+NO_LOSS = ("sinkhorn", "quantile_balancing", "none")
+"""Kinds of balance that are no loss."""
+
 
 def experts_are_there(cfg: PretrainConfig) -> Problems:
     if cfg.num_moe_experts is None and cfg.expert_model_parallel_size > 1:
@@ -80,6 +83,21 @@ def routers_can_choose(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 
+def quantiles_are_whole(cfg: PretrainConfig) -> Problems:
+    experts, top = cfg.num_moe_experts, cfg.moe_router_topk
+    if experts is None or not _uses(cfg, "quantile_balancing"):
+        return
+    if cfg.moe_router_enable_expert_bias or cfg.moe_router_num_groups or cfg.moe_expert_capacity_factor is not None:
+        reason = "quantile_balancing has a bias of its own, for a choice without groups and capacity"
+        yield problem(cfg, "moe_router_load_balancing_type", reason)
+    if top == experts:
+        yield problem(cfg, "moe_router_topk", "leaves quantile_balancing nothing to choose", f"at most {experts - 1}")
+    choices = (cfg.micro_batch_size or 0) * (cfg.seq_length or 0) * top
+    if choices % experts:
+        reason = f"does not divide the {choices} choices of a micro-batch, as quantile_balancing needs"
+        yield problem(cfg, "num_moe_experts", reason, "another --micro-batch-size")
+
+
 def groups_of_experts_divide(cfg: PretrainConfig) -> Problems:
     experts, groups, chosen = cfg.num_moe_experts, cfg.moe_router_num_groups, cfg.moe_router_group_topk
     if experts is None or (groups is None and chosen is None):
@@ -109,10 +127,10 @@ def auxiliary_losses_have_coefficients(cfg: PretrainConfig) -> Problems:
     if len(kinds) != len(coefficients):
         reason = f"has {len(coefficients)} numbers for {len(kinds)} kinds (--moe-router-load-balancing-type)"
         yield problem(cfg, "moe_aux_loss_coeff", reason, "give one for each")
-    elif any(kind in ("sinkhorn", "none") and value for kind, value in zip(kinds, coefficients)):
-        yield problem(cfg, "moe_aux_loss_coeff", "counts for auxiliary losses alone", "0 for sinkhorn and none")
-    if len(kinds) > 1 and (_uses(cfg, "sinkhorn") or _uses(cfg, "none") or len(set(kinds)) < len(kinds)):
-        reason = "lists losses that add up: each once, without sinkhorn and none"
+    elif any(kind in NO_LOSS and value for kind, value in zip(kinds, coefficients)):
+        yield problem(cfg, "moe_aux_loss_coeff", "counts for auxiliary losses alone", f"0 for {', '.join(NO_LOSS)}")
+    if len(kinds) > 1 and (set(NO_LOSS) & set(kinds) or len(set(kinds)) < len(kinds)):
+        reason = f"lists losses that add up: each once, without {', '.join(NO_LOSS)}"
         yield problem(cfg, "moe_router_load_balancing_type", reason)
 
 

@@ -16,6 +16,7 @@ from tests.test_utils.flag_effects.rows import (
 MLP = LAYERS + "1.mlp."
 FC1, SHARED = MLP + "experts.linear_fc1.weight", MLP + "shared_experts."
 MOE = "--num-experts 4 --moe-ffn-hidden-size 24"
+QUANTILES = "--moe-router-load-balancing-type quantile_balancing"
 BIASED = f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 GROUPS = f"{MOE} --moe-router-num-groups 1 --moe-router-group-topk 1"
 BESIDE = f"{MOE} --moe-shared-expert-intermediate-size 16"
@@ -86,6 +87,8 @@ ROUTER = [
     row("--moe-router-bias-update-rate 0.5", changes("losses"), keeps("initial"), base=BIASED),
     row("--moe-router-load-balancing-type seq_aux_loss", logs("seq_load_balancing_loss"), changes("gradients"),
         base=f"{MOE} --moe-aux-loss-coeff 0.1"),
+    row(QUANTILES, saves("expert_bias"), changes("losses"), base=f"{MOE} --save {{out}}"),
+    row("--moe-router-quantile-balancing-ema 0.5", changes("losses"), keeps("initial"), base=f"{MOE} {QUANTILES}"),
     row("--moe-aux-loss-coeff 0.1", logs("load_balancing_loss"), changes("gradients"), keeps("initial"), base=MOE),
     row("--moe-z-loss-coeff 0.1", logs("z_loss"), changes("gradients"), keeps("initial"), base=MOE),
     row("--moe-input-jitter-eps 0.5", changes("losses"), keeps("initial"), base=MOE),

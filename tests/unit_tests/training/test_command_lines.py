@@ -58,7 +58,7 @@ LINES = [
     ("--wandb-project runs --wandb-exp-name first --use-legacy-models", "--use-legacy-models accepted without effect"),
     (f"{EXPERTS} {SIDE_LOSS} --moe-permute-fusion --moe-router-fusion", "--moe-permute-fusion accepted without effect"),
     (f"{EXPERTS} {SIDE_LOSS} --overlap-moe-expert-parallel-comm --delay-wgrad-compute --pipeline-model-parallel-size 2"
-     " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn and aux_loss"),
+     " --expert-model-parallel-size 2", "--overlap-moe-expert-parallel-comm: off, as capacity, sinkhorn, quantiles"),
     (f"{EXPERTS} {SIDE_LOSS} --moe-token-dispatcher-type flex --moe-enable-deepep --moe-deepep-num-sms 20",
      "--moe-token-dispatcher-type flex: tokens travel as with alltoall"),
 ]  # fmt: skip

@@ -34,7 +34,6 @@ DIFFERENT = {
     "--position-embedding-type choices": "others are not available yet",
     "--transformer-impl choices": "others are not available yet",
     "--moe-layer-freq type": "a pattern of layers, as of --window-attn-skip-freq",
-    "--moe-router-load-balancing-type choices": "others are not available yet",
     "--cuda-graph-impl choices": "others are not available yet",
 }
 

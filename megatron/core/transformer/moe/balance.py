@@ -91,11 +91,13 @@ def fractions_of(counts: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def fractions(rule: SideLossRule, counts_be: Tensor, last_batch_e: Tensor | None, sharers: Group) -> dict[str, Tensor]:
+def fractions(
+    rule: SideLossRule, counts_be: Tensor, num_choices: int, last_batch_e: Tensor | None, sharers: Group
+) -> dict[str, Tensor]:
     """f of every type in ``rule``, [b, e] or [1, e], in the dtype of ``counts_be``, this rank's choices per sequence.
 
-    ``sharers`` are the ranks that hold the other tokens of the same sequences, ``last_batch_e`` the choices of the last
-    complete global batch.
+    ``num_choices`` are those of a whole sequence, ``sharers`` the ranks that hold the other tokens of the same
+    sequences, ``last_batch_e`` the choices of the last complete global batch.
     """
     types = rule.coefficient_of
     if sharers.size > 1 and ("aux_loss" in types or "seq_aux_loss" in types):
@@ -103,9 +105,9 @@ def fractions(rule: SideLossRule, counts_be: Tensor, last_batch_e: Tensor | None
         dist.all_reduce(counts_be, group=sharers.handle)
     result = {}
     if "aux_loss" in types:
-        result["aux_loss"] = fractions_of(counts_be.sum(0, keepdim=True))
+        result["aux_loss"] = counts_be.sum(0, keepdim=True) / (num_choices * len(counts_be))
     if "seq_aux_loss" in types:
-        result["seq_aux_loss"] = fractions_of(counts_be)
+        result["seq_aux_loss"] = counts_be / num_choices
     if "global_aux_loss" in types:
         assert last_batch_e is not None
         result["global_aux_loss"] = fractions_of(last_batch_e.double()).to(counts_be.dtype)[None]

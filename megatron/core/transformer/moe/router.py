@@ -36,6 +36,7 @@ from megatron.core.transformer.moe.routing import (
     Routing,
     RoutingRule,
     expert_capacity,
+    quantile_levels,
     round_robin,
     sinkhorn_scores,
     top_k,
@@ -86,7 +87,7 @@ class TopKRouter(nn.Module):
     """
 
     expert_bias: Tensor | None
-    """fp32 [e], whatever the model's dtype: added to scores for the choice alone."""
+    """fp32 [e], whatever the model's dtype: added to scores (quantile balancing: to logits) for the choice alone."""
     last_choices: Tensor
     """int64 [e]: choices of the last complete global batch, of ``global_aux_loss``; without it zeros, so that a run may
     change how it balances."""
@@ -100,6 +101,7 @@ class TopKRouter(nn.Module):
             self.num_experts, self.k, config.moe_router_score_function, config.moe_router_pre_softmax,
             config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk_scaling_factor,
             sinkhorn="sinkhorn" in config.moe_router_load_balancing_type,
+            quantiles="quantile_balancing" in config.moe_router_load_balancing_type,
         )  # fmt: skip
         self.losses = SideLossRule.of(config)
         fused = kernels_serve(config.params_dtype, config.moe_fusion) and not self.rule.sinkhorn
@@ -121,15 +123,19 @@ class TopKRouter(nn.Module):
         sizes |= self.losses.statistics
         if self.counts_choices:
             sizes["_choices_per_expert"] = self.num_experts
+        if self.rule.quantiles:
+            sizes["_levels"] = self.num_experts + 1  # their sum over micro-batches, and the number of these
         self.statistics = StepStatistics(f"layer {layer_number}", **sizes)
 
     def _register_buffers(self) -> None:
         biased = self.config.moe_router_enable_expert_bias
+        if biased and self.rule.quantiles:
+            raise UserError("quantile_balancing has a bias of its own, without moe_router_enable_expert_bias")
         if biased and self.config.moe_router_score_function == "softmax":
             raise UserError("moe_router_enable_expert_bias needs moe_router_score_function sigmoid or sqrtsoftplus")
         self.counts_choices = "global_aux_loss" in self.losses.coefficient_of
         bias, choices = torch.zeros(self.num_experts), torch.zeros(self.num_experts, dtype=torch.int64)
-        self.register_buffer("expert_bias", bias if biased else None)
+        self.register_buffer("expert_bias", bias if biased or self.rule.quantiles else None)
         self.register_buffer("last_choices", choices)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -149,7 +155,7 @@ class TopKRouter(nn.Module):
         if sums is not None:
             weights = self._with_side_losses(weights, logits, sums, ctx)
             if not is_recomputing():
-                self._count(sums, kept_experts)
+                self._count(logits, sums, kept_experts)
         return Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
 
     def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
@@ -190,7 +196,7 @@ class TopKRouter(nn.Module):
         return self._choose_by_score(logits, self.expert_bias)
 
     def _choose_in_kernel(self, logits: Tensor, bias: Tensor | None) -> Tensor:
-        return choose_triton(logits, bias, self.rule.kind, self.k)
+        return choose_triton(logits, bias, self.rule.choice_kind, self.k)
 
     def _weigh_in_kernel(self, logits: Tensor, experts: Tensor, summing: bool) -> tuple[Tensor, Summary | None]:
         return weigh_triton(logits, experts, self.rule.kind, self.rule.scaling_factor or 1.0, summing)
@@ -212,6 +218,7 @@ class TopKRouter(nn.Module):
     def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
         """``weights``, in whose backward pass the losses take part."""
         rule, counting, shares = self.losses, not is_recomputing(), {}
+        side, (length, batch) = ctx.side_losses, logits.shape[:2]
         if not rule.statistics:
             return weights
         if rule.coefficient_of:
@@ -220,8 +227,8 @@ class TopKRouter(nn.Module):
                 choices_be = choice_counts(choose(lambda: top_k(logits.detach(), self.k)), self.num_experts)
             if counting and self.counts_choices:
                 self.statistics.add("_choices_per_expert", choices_be.sum(0))
-            shares = fractions(rule, choices_be.to(sums.z_b.dtype), self.last_choices, self.sharers)
-        side, (length, batch) = ctx.side_losses, logits.shape[:2]
+            num_choices = length * self.sharers.size * self.k
+            shares = fractions(rule, choices_be.to(sums.z_b.dtype), num_choices, self.last_choices, self.sharers)
         tokens_b = sums.z_b.new_zeros(batch) if side is None else side.tokens_b
         loss, statistics = side_loss(rule, sums, shares, tokens_b, (length, length * self.sharers.size))
         for name, values in statistics.items() if counting else ():
@@ -229,18 +236,29 @@ class TopKRouter(nn.Module):
         return weights if side is None else attach_loss(weights, loss, side.scale)
 
     @torch.no_grad()
-    def _count(self, sums: Summary, experts: Tensor) -> None:
+    def _count(self, logits: Tensor, sums: Summary, experts: Tensor) -> None:
         counts_e = sums.choices_be.sum(0)
         if self.config.moe_expert_capacity_factor:
             counts_e = choice_counts(experts[:, None], self.num_experts)[0]
             self.statistics.add("dropped", experts.numel() - counts_e.sum())
         self.statistics.add("tokens_per_expert", counts_e)
         self.statistics.add("nonfinite_router_logit", sums.nonfinite_b.sum())
+        if self.rule.quantiles:
+            assert self.expert_bias is not None
+            level_e = quantile_levels(logits, self.expert_bias, self.k, self.sharers).double()
+            # all sharers know it: each adds its part, so that sums do not depend on how many there are
+            self.statistics.add("_levels", torch.cat((level_e, level_e.new_ones(1))) / self.sharers.size)
 
     @torch.no_grad()
     def end_step(self, totals: dict[str, Tensor]) -> None:
         """``totals``: statistics over the global batch. Biases of busy experts go down, of idle ones up."""
-        if self.expert_bias is not None:
+        if self.rule.quantiles:
+            assert self.expert_bias is not None
+            keep = self.config.moe_router_quantile_balancing_ema
+            level_e = totals["_levels"][:-1] / totals["_levels"][-1]
+            step = (level_e.mean() - level_e) * (1 - keep)  # only differences between experts matter
+            self.expert_bias.copy_(self.expert_bias.double() * keep + step)
+        elif self.expert_bias is not None:
             counts_e = totals["tokens_per_expert"]
             # times e: sums of counts are exact, their mean need not be
             step = (counts_e.sum() - counts_e * self.num_experts).sign()

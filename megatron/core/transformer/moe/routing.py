@@ -3,6 +3,7 @@
     softmax, after (default)   top-k of z; softmax over the k chosen                            Mixtral, GPT-OSS, Qwen3
     softmax, before            top-k of softmax(z); not renormalised                            Switch, OLMoE
     sigmoid, sqrtsoftplus      top-k of s(z) + bias; s / (sum of the chosen s + 1e-20), k > 1   DeepSeek-V3, V4
+    quantile balancing         top-k of z + bias, whatever the scores; weights as above
     Sinkhorn                   top-k of the doubly normalised exp(z); softmax over all experts, or sigmoid for k = 1
 
 Weights are multiplied by the scaling factor (not Sinkhorn's). Mathematics is fp32, or fp64 for fp64 logits
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import Group
+from megatron.core.tensor_parallel.collectives import begin_all_gather
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 SINKHORN_ITERATIONS, SINKHORN_TOLERANCE = 32, 1e-4
@@ -83,10 +85,14 @@ class RoutingRule:
     scaling_factor: float | None = None
     """None and 0 are 1."""
     sinkhorn: bool = False
+    quantiles: bool = False
+    """Whether logits, not scores, are compared, with a bias that :func:`quantile_levels` gives."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.topk <= self.num_experts:
             raise UserError(f"moe_router_topk {self.topk}: choose 1 to {self.num_experts}, the number of experts")
+        if self.quantiles and self.topk == self.num_experts:
+            raise UserError(f"quantile_balancing needs moe_router_topk below {self.num_experts}, the number of experts")
         if self.num_groups is None:
             return
         groups, chosen = self.num_groups, self.group_topk or 0
@@ -104,12 +110,16 @@ class RoutingRule:
         """What the kernels call the scores."""
         return "softmax before" if self.score_function == "softmax" and self.pre_softmax else self.score_function
 
+    @property
+    def choice_kind(self) -> str:
+        """The same of the choice: "softmax" compares logits."""
+        return "softmax" if self.sinkhorn or self.quantiles else self.kind
+
     @torch.no_grad()
     def choose(self, logits: Tensor, bias: Tensor | None = None) -> Tensor:
         """Experts int64 [..., k] of ``logits`` [..., e], best first; ``bias`` [e] is added to the scores here alone."""
         z = logits.to(maths_dtype(logits))
-        after = self.score_function == "softmax" and not self.pre_softmax
-        scores = z if after or self.sinkhorn else scores_of(z, self.score_function)
+        scores = z if self.choice_kind == "softmax" else scores_of(z, self.score_function)
         if bias is not None:
             scores = scores + bias
         return top_k(scores if self.num_groups is None else self._within_groups(scores), self.topk)
@@ -158,6 +168,23 @@ def sinkhorn_scores(logits: Tensor, sharers: Group) -> Tensor:
         moving = moving & ((following_e - scale_e).abs().mean() > SINKHORN_TOLERANCE)
         scale_e = following_e
     return (cost_te * scale_e).view(logits.shape)
+
+
+@torch.no_grad()
+def quantile_levels(logits: Tensor, bias: Tensor, k: int, sharers: Group) -> Tensor:
+    """[e] what to subtract of logits [..., e] so that each expert is among the k best of equally many of the m tokens
+    of a micro-batch: the (m k / e + 1)-th largest of what a logit has above its token's (k + 1)-th best, ``bias``
+    counted. ``sharers`` hold the other tokens of its sequences. UserError where e does not divide m k.
+    """
+    z = logits.to(maths_dtype(logits)).flatten(0, -2)
+    num_experts = z.shape[1]
+    above_te = z - (z + bias).kthvalue(num_experts - k, dim=1, keepdim=True).values
+    if sharers.size > 1:
+        above_te = begin_all_gather(above_te, sharers).wait()
+    taken, rest = divmod(len(above_te) * k, num_experts)
+    if rest:
+        raise UserError(f"quantile_balancing: {num_experts} experts do not divide {len(above_te)} tokens x {k} choices")
+    return above_te.kthvalue(len(above_te) - taken, dim=0).values
 
 
 def round_robin(position_s: Tensor, batch: int, num_experts: int, k: int) -> Tensor:

@@ -9,6 +9,7 @@ from tests.unit_tests.training.rules.test_run_all import TINY, problems
 
 MOE = "--num-experts 8 "
 GROUPS = MOE + "--moe-router-num-groups 4 --moe-router-group-topk 2 "
+QUANTILES = "--moe-router-load-balancing-type quantile_balancing "
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel "
 SHARED = "--moe-shared-expert-intermediate-size 48 "
 
@@ -21,6 +22,7 @@ SHARED = "--moe-shared-expert-intermediate-size 48 "
         MOE + "--moe-layer-freq [0,1] --moe-ffn-hidden-size 40 --expert-tensor-parallel-size 4",
         MOE + "--moe-router-topk 1 --moe-router-pre-softmax", MOE + "--moe-router-topk 8",
         MOE + "--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+        MOE + QUANTILES + "--moe-router-score-function sigmoid --moe-z-loss-coeff 1e-3",
         MOE + "--moe-router-load-balancing-type seq_aux_loss global_aux_loss --moe-aux-loss-coeff 1e-2 1e-3",
         MOE + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-topk 1",
         MOE + "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity --moe-token-drop-policy position",
@@ -60,6 +62,13 @@ def test_possible_experts_are_accepted(text):
          "--moe-router-enable-expert-bias: is for scores that do not depend on each other; --moe-router"),
         (MOE + "--moe-router-load-balancing-type sinkhorn --moe-router-score-function sigmoid",
          "--moe-router-load-balancing-type sinkhorn: sinkhorn makes its own choice, without groups, bias or other"),
+        (GROUPS + QUANTILES, QUANTILES.strip() + ": quantile_balancing has a bias of its own, for a choice without"),
+        (MOE + QUANTILES + "--moe-expert-capacity-factor 1", QUANTILES.strip() + ": quantile_balancing has a bias of"),
+        (MOE + QUANTILES + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias",
+         QUANTILES.strip() + ": quantile_balancing has a bias of"),
+        (MOE + QUANTILES + "--moe-router-topk 8",
+         "--moe-router-topk 8: leaves quantile_balancing nothing to choose; at most 7"),
+        ("--num-experts 5 " + QUANTILES, "--num-experts 5: does not divide the"),
         (MOE + "--moe-router-num-groups 2",
          "--moe-router-num-groups 2: needs --moe-router-group-topk; give both or none"),
         (MOE + "--moe-router-group-topk 2",
@@ -75,7 +84,7 @@ def test_possible_experts_are_accepted(text):
         (MOE + "--moe-aux-loss-coeff 0.1 0.2",
          "--moe-aux-loss-coeff 0.1 0.2: has 2 numbers for 1 kinds (--moe-router-load-balancing-type); give one for"),
         (MOE + "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
-         "--moe-aux-loss-coeff 0.1: counts for auxiliary losses alone; 0 for sinkhorn and none"),
+         "--moe-aux-loss-coeff 0.1: counts for auxiliary losses alone; 0 for sinkhorn, quantile_balancing, none"),
         (MOE + "--moe-router-load-balancing-type aux_loss none --moe-aux-loss-coeff 0.1 0",
          "--moe-router-load-balancing-type aux_loss none: lists losses that add up: each once, without"),
         (MOE + "--moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.1",

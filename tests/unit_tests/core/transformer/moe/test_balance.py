@@ -91,7 +91,7 @@ def test_losses_and_their_gradients_follow_the_definition(setting, function):
     (gradient,) = torch.autograd.grad(expected, logits)
 
     sums = summarize(logits, top_k(logits.detach(), K), function)
-    shares_of_choices = fractions(rule, sums.choices_be, LAST, SINGLE_PROCESS.tp_cp)
+    shares_of_choices = fractions(rule, sums.choices_be, S * K, LAST, SINGLE_PROCESS.tp_cp)
     loss, statistics = side_loss(rule, sums, shares_of_choices, TOKENS, (S, S))
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], gradient)
@@ -105,7 +105,7 @@ def test_equal_loads_are_1_in_every_dtype(dtype):
     rule = SideLossRule(("aux_loss", "seq_aux_loss", "global_aux_loss"), (1.0, 1.0, 1.0), 1.0)
     logits = torch.zeros(4, 2, 8, dtype=dtype, requires_grad=True)
     sums = summarize(logits, torch.arange(16).view(4, 2, 2) % 8, "softmax")
-    f = fractions(rule, sums.choices_be, torch.zeros(8, dtype=torch.int64), SINGLE_PROCESS.tp_cp)
+    f = fractions(rule, sums.choices_be, 8, torch.zeros(8, dtype=torch.int64), SINGLE_PROCESS.tp_cp)
     loss, statistics = side_loss(rule, sums, f, torch.full((2,), 4.0), (4, 4))
     for name, (total, count) in statistics.items():
         assert total / count == pytest.approx(math.log(8) ** 2 if name == "z_loss" else 1.0, rel=1e-6)
@@ -141,6 +141,7 @@ KINDS = {
                     "moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.1},
     "one loss": {"moe_aux_loss_coeff": [0.3]},
     "sinkhorn": {"moe_router_load_balancing_type": ["sinkhorn"]},
+    "quantiles": {"moe_router_load_balancing_type": ["quantile_balancing"], "moe_router_quantile_balancing_ema": 0.25},
     "forced": {"moe_router_force_load_balancing": True, "moe_aux_loss_coeff": [0.3]},
 }  # fmt: skip
 
@@ -190,7 +191,7 @@ LAYOUTS = {"tp2": (2, 2, 1), "cp2": (2, 1, 2), "dp2": (2, 1, 1), "tp2 cp2": (4, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_change_neither_experts_nor_losses_nor_gradients(gloo_pool, kind, layout):
     world_size, tp, cp = LAYOUTS[layout]
-    micro_batch = 2 if kind in ("losses", "one loss", "sinkhorn", "forced") else 1
+    micro_batch = 2 if kind in ("losses", "one loss", "sinkhorn", "quantiles", "forced") else 1
     _compare(
         gloo_pool.run(trained, world_size, kind, tp, cp, micro_batch),
         gloo_pool.run(trained, 1, kind, 1, 1, 2),

@@ -128,6 +128,41 @@ def test_sinkhorn_balances_in_training_alone(k):
     assert _spread(experts) < 0.5 * _spread(even.experts)
 
 
+def test_quantiles_give_every_expert_as_many_tokens():
+    router, x = make_router(moe_router_load_balancing_type=["quantile_balancing"], moe_router_topk=3), hidden(32, 8)
+    logits_te = F.linear(x, router.weight).view(256, 8)
+    spread = []
+    for _ in range(8):
+        experts, weights, _ = router(x)
+        assert torch.equal(experts, (logits_te + router.expert_bias).topk(3).indices)
+        torch.testing.assert_close(weights, logits_te.gather(1, experts).softmax(1))
+        spread.append(_spread(experts))
+        fourth_t = (logits_te + router.expert_bias).sort(1, descending=True).values[:, 3]
+        level_e = (logits_te - fourth_t[:, None]).sort(0, descending=True).values[256 * 3 // 8]
+        router.end_step(taken(router))
+        torch.testing.assert_close(router.expert_bias, (level_e.mean() - level_e).float())
+    assert spread[-1] < 0.2 * spread[0], spread
+    router.eval()(x)
+    assert not router.statistics.take(x.device).any()
+
+
+def test_a_part_of_the_quantiles_stays():
+    settings = {"moe_router_load_balancing_type": ["quantile_balancing"], "moe_router_quantile_balancing_ema": 0.75}
+    router = make_router(**settings)
+    router.expert_bias.fill_(4.0)
+    router.end_step({"_levels": torch.tensor([2.0, 6, 4, 4, 4, 4, 4, 4, 2], dtype=DOUBLE)})  # of two micro-batches
+    assert router.expert_bias.tolist() == [3.25, 2.75, *[3.0] * 6]
+
+
+@pytest.mark.parametrize("settings, message", [
+    ({"moe_router_topk": 8}, "below 8"), ({"num_moe_experts": 5}, "5 experts do not divide 18 tokens x 2 choices"),
+    ({"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}, "a bias of its own"),
+])  # fmt: skip
+def test_quantiles_that_are_none_are_refused(settings, message):
+    with pytest.raises(UserError, match=message):
+        make_router(moe_router_load_balancing_type=["quantile_balancing"], **settings)(hidden())
+
+
 def _spread(experts):
     return experts.flatten().bincount(minlength=8).double().std()
 
@@ -273,6 +308,7 @@ def test_global_losses_take_the_last_batch_and_no_other():
         assert torch.equal(router.last_choices, counts)
 
 
+QUANTILES = {"moe_router_load_balancing_type": ["quantile_balancing"]}
 BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 GROUPED = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
 
@@ -302,8 +338,9 @@ def test_balancing_losses_know_no_bias_groups_and_capacity(other):
 
 @pytest.mark.parametrize(
     ("settings", "weighs", "chooses"),
-    [({}, True, True), (GROUPED, True, False), ({"moe_router_load_balancing_type": ["sinkhorn"]}, False, False)],
-)
+    [({}, True, True), (QUANTILES, True, True), (GROUPED, True, False),
+     ({"moe_router_load_balancing_type": ["sinkhorn"]}, False, False)],
+)  # fmt: skip
 def test_kernels_are_for_all_but_sinkhorn_and_choices_among_groups(monkeypatch, settings, weighs, chooses):
     for served in (True, False):
         monkeypatch.setattr(router_module, "kernels_serve", lambda dtype, wanted, served=served: served)
@@ -312,8 +349,10 @@ def test_kernels_are_for_all_but_sinkhorn_and_choices_among_groups(monkeypatch, 
         assert found == [served and weighs, served and chooses]
 
 
-@pytest.mark.parametrize("settings", [{}, {"moe_router_pre_softmax": True}, {**BIASED,
-                         "moe_router_topk_scaling_factor": 2.5}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("settings", [
+    {}, {"moe_router_pre_softmax": True}, {**QUANTILES, "moe_router_pre_softmax": True},
+    {**QUANTILES, "moe_router_score_function": "sigmoid"}, {**BIASED, "moe_router_topk_scaling_factor": 2.5},
+], ids=str)  # fmt: skip
 def test_kernels_are_asked_for_what_the_router_wants(settings):
     pytest.importorskip("triton")
     router = make_router(params_dtype=torch.float32, **settings)
