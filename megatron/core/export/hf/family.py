@@ -124,7 +124,7 @@ class Family:
                 if config.setdefault(name, value) != value:
                     raise refuse(rule.ours[0], value, f"but another setting makes {name} {config[name]!r}")
         if "quantile_balancing" in settings["moe_router_load_balancing_type"]:
-            raise refuse("moe_router_load_balancing_type", "quantile_balancing", "whose bias of the choice no family has")
+            raise refuse("moe_router_load_balancing_type", "quantile_balancing", "whose bias no family has")
         said = WITHOUT_MEANING.union(*(rule.ours for rule in self.config))
         defaults = {**_defaults(), **ELSEWHERE}
         for name in described(settings)[1]:

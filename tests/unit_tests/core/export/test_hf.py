@@ -258,7 +258,7 @@ def test_settings_that_no_family_has_are_refused_with_a_reason_for_each(tmp_path
     assert all(f"{name}: " in str(caught.value) for name in known_families())
     del model.settings["qk_l2_norm"]
     model.settings |= {"moe_router_load_balancing_type": ["quantile_balancing"], "num_moe_experts": 4}
-    with pytest.raises(UserError, match="whose bias of the choice no family has"):
+    with pytest.raises(UserError, match="whose bias no family has"):
         save_hf(model, tmp_path / "b", family="llama")
     del model.settings["moe_router_load_balancing_type"], model.settings["num_moe_experts"]
     with pytest.raises(UserError, match="qk_layernorm is False"):
