@@ -45,7 +45,8 @@ FLAGS = [
 
 def run_there(world, port, tp=1, pp=1, **options):
     """Ranks of Megatron Core."""
-    args = {**ARGS, "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, **options.pop("args", {})}
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    args = {**ARGS, **options.pop("args", {}), **sizes}
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     env |= {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # fmt: skip
@@ -129,3 +130,64 @@ def test_the_distributed_optimizers_state_is_that_of_the_plain_one(there, tmp_pa
     same(sharded, load_megatron_torch(tmp_path / "torch"))
     for name, tensor in plain.tensors.items():
         torch.testing.assert_close(sharded.tensors[name].read(), tensor.read(), rtol=2e-3, atol=1e-6, msg=name)
+
+
+# ---- BERT and T5
+
+
+MASKED_LENGTH, DECODER_LENGTH = 24, 12
+MASKED_ARGS = {
+    **ARGS, "num_layers": 2, "encoder_num_layers": 2, "num_query_groups": 4, "group_query_attention": False,
+    "swiglu": False, "normalization": "LayerNorm", "add_bias_linear": True, "vocab_size": VOCABULARY,
+    "max_position_embeddings": MASKED_LENGTH, "seq_length": MASKED_LENGTH, "encoder_seq_length": MASKED_LENGTH,
+    "decoder_seq_length": DECODER_LENGTH, "untie_embeddings_and_output_weights": False, "micro_batch_size": BATCH,
+    "position_embedding_type": "learned_absolute", "bert_binary_head": True, "bias_gelu_fusion": False,
+    "kv_channels": 8,
+}  # fmt: skip
+MASKED_FLAGS = [
+    *(each for each in FLAGS if not each.startswith(("--seq-length", "--micro"))), f"--seq-length={MASKED_LENGTH}",
+    f"--micro-batch-size={BATCH}",
+]  # fmt: skip
+
+
+def masked_samples(kind, path):
+    """What --mock-data trains on, by name [iterations, samples, ...]."""
+    from megatron.training.arguments import parse_args, validate_args
+    from megatron.training.tasks.language_model import mock_data, task_class
+
+    sizes = ["--num-layers=2", "--hidden-size=32", "--num-attention-heads=4"]
+    longest = f"--max-position-embeddings={MASKED_LENGTH}"
+    more = [f"--decoder-seq-length={DECODER_LENGTH}"] if kind == "t5" else []
+    flags = [each for each in MASKED_FLAGS if each not in ("--use-checkpoint-args", "--no-load-rng")]
+    cfg = validate_args(parse_args([*flags, *sizes, longest, *more], model_family=kind), 1)
+    task = task_class(kind)(cfg, NullTokenizer(VOCABULARY))
+    train = mock_data(task, (END * BATCH, 0, 0))[0]
+    samples = [train[index] for index in range(END * BATCH)]
+    arrays = {name: np.stack([each[name] for each in samples]) for name in samples[0] if name != "sample_index"}
+    np.savez(path, **{name: each.reshape(END, BATCH, *each.shape[1:]) for name, each in arrays.items()})
+
+
+@pytest.mark.parametrize(("kind", "tp", "pp"), [("bert", 2, 2), ("t5", 2, 1)])
+def test_encoders_begun_there_go_on_here_with_their_losses_and_back(kind, tp, pp, tmp_path):
+    masked_samples(kind, tmp_path / "data.npz")
+    common = {"data": str(tmp_path / "data.npz"), "kind": kind, "args": MASKED_ARGS}
+    kept = {"save": str(tmp_path), "losses": str(tmp_path / "losses.json")}
+    run_there(tp * pp, 29670, tp, pp, until=[SWITCH], formats=["torch_dist", "torch"], **common, **kept)
+    run_there(1, 29672, until=[END], load=str(tmp_path / "torch_dist"), load_iteration=SWITCH, **common, **kept)
+    theirs = json.loads((tmp_path / "losses.json").read_text())
+    same(load_megatron_torch(tmp_path / "torch"), load_megatron_torch_dist(tmp_path / "torch_dist"))
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = [f"--load-dir={tmp_path}/torch_dist", f"--save-dir={tmp_path}/native"]
+    convert = [sys.executable, "tools/checkpoint/convert.py", "--saver=native", "--keep-vocab-padding"]
+    subprocess.run([*convert, *paths], cwd=ROOT, env=env, check=True, timeout=120)
+    folders = [f"--load={tmp_path}/native", f"--save={tmp_path}/out", "--save-interval=1000"]
+    more = [f"--decoder-seq-length={DECODER_LENGTH}"] if kind == "t5" else []
+    command = [sys.executable, f"pretrain_{kind}.py", *folders, *MASKED_FLAGS, *more]
+    subprocess.run(command, cwd=ROOT, env=env, check=True, timeout=240)
+    records = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = {each["iteration"]: each["lm loss"] for each in records if "lm loss" in each}
+    np.testing.assert_allclose([losses[i] for i in range(SWITCH + 1, END + 1)], theirs, rtol=1e-5)
+    save_megatron_torch_dist(load_megatron_torch(tmp_path / "torch", padded_vocabulary=True), tmp_path / "ours")
+    run_there(tp, 29674, tp, until=[END], load=str(tmp_path / "ours"), load_iteration=SWITCH, **common,
+              losses=str(tmp_path / "back.json"))  # fmt: skip
+    np.testing.assert_allclose(json.loads((tmp_path / "back.json").read_text()), theirs, rtol=1e-5)

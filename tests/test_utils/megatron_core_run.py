@@ -1,7 +1,7 @@
 """One rank of Megatron Core itself, on a CPU over gloo: a program for the interpreter that has it, not for ours.
 
-``python megatron_core_run.py JSON``: trains a small GPT on given samples and writes checkpoints and losses. What the
-JSON holds is read below (``args``: those of Megatron-LM). Devices of tensors are replaced.
+``python megatron_core_run.py JSON``: trains a small GPT, BERT or T5 on given samples and writes checkpoints and losses.
+What the JSON holds is read below (``args``: those of Megatron-LM). Devices of tensors are replaced.
 """
 
 import argparse
@@ -86,8 +86,6 @@ class Run:
             DistributedDataParallelConfig,
             finalize_model_grads,
         )
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-        from megatron.core.models.gpt.gpt_model import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -102,13 +100,15 @@ class Run:
             ffn_hidden_size=a.ffn_hidden_size, num_query_groups=a.num_query_groups, use_cpu_initialization=True,
             hidden_dropout=0.0, attention_dropout=0.0, tensor_model_parallel_size=a.tensor_model_parallel_size,
             pipeline_model_parallel_size=a.pipeline_model_parallel_size, pipeline_dtype=torch.float32,
-            gated_linear_unit=True, activation_func=torch.nn.functional.silu, normalization=a.normalization,
+            gated_linear_unit=a.swiglu, normalization=a.normalization,
+            activation_func=torch.nn.functional.silu if a.swiglu else torch.nn.functional.gelu,
             add_bias_linear=a.add_bias_linear, layernorm_epsilon=a.norm_epsilon, bias_activation_fusion=False,
             masked_softmax_fusion=False, bias_dropout_fusion=False, gradient_accumulation_fusion=False,
             apply_rope_fusion=False, persist_layer_norm=False,
         )  # fmt: skip
-        self.model = GPTModel(
-            config, get_gpt_layer_local_spec(normalization=a.normalization), vocab_size=a.padded_vocab_size,
+        self.kind = options.get("kind", "gpt")
+        self.model = MODELS[self.kind](
+            config, a, vocab_size=a.padded_vocab_size,
             max_sequence_length=a.max_position_embeddings, pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(), position_embedding_type=a.position_embedding_type,
             share_embeddings_and_output_weights=not a.untie_embeddings_and_output_weights,
@@ -181,18 +181,21 @@ class Run:
         }, f"{path}/model_optim_rng.pt")  # fmt: skip
 
     def train(self, data, until):
-        """Losses up to iteration ``until``; ``data`` is [iterations, samples, tokens and one more]."""
+        """Losses up to iteration ``until``; ``data`` is [iterations, samples, tokens and one more], of the other kinds
+        arrays [iterations, samples, ...] by name."""
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
         a, losses = self.args, []
         while self.iteration < until:
             self.ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
+            arrays = {name: each[self.iteration] for name, each in data.items()}
+            parts = [{name: torch.from_numpy(each[first : first + a.micro_batch_size]) for name, each in arrays.items()}
+                     for first in range(0, a.global_batch_size, a.micro_batch_size)]  # fmt: skip
             out = get_forward_backward_func()(
-                forward_step_func=forward_step, data_iterator=iter(data[self.iteration].reshape(
-                    -1, a.micro_batch_size, data.shape[2])), model=[self.ddp],
-                num_microbatches=a.global_batch_size // a.micro_batch_size, seq_length=data.shape[2] - 1,
-                micro_batch_size=a.micro_batch_size, forward_only=False,
+                forward_step_func=STEPS[self.kind], data_iterator=iter(parts), model=[self.ddp],
+                num_microbatches=len(parts), seq_length=a.seq_length, micro_batch_size=a.micro_batch_size,
+                forward_only=False,
             )  # fmt: skip
             self.optimizer.step()
             self.scheduler.step(a.global_batch_size)
@@ -202,18 +205,79 @@ class Run:
         return losses
 
 
+def gpt(config, a, **options):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    return GPTModel(config, get_gpt_layer_local_spec(normalization=a.normalization), **options)
+
+
+def bert(config, a, **options):
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    types = 2 if a.bert_binary_head else 0
+    return BertModel(config, types, bert_layer_local_spec, add_binary_head=a.bert_binary_head, **options)
+
+
+def t5(config, a, **options):
+    """With the norms behind its stacks, which its local spec leaves to Transformer Engine."""
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    specs = (TransformerBlockSubmodules([each()] * a.num_layers, layer_norm=WrappedTorchNorm)
+             for each in (encoder_model_with_local_spec, decoder_model_with_local_spec))  # fmt: skip
+    return T5Model(config, config, *specs, **options)
+
+
+MODELS = {"gpt": gpt, "bert": bert, "t5": t5}
+
+
 def mean_loss(output):
     loss = output.float().mean()
     return loss, {"lm loss": loss.detach().clone()}
 
 
-def forward_step(batches, model):
-    batch = torch.from_numpy(next(batches).astype(np.int64))
+def masked_loss(batch, output):
+    """Of the words that count, and of the pairs where there are some."""
+    losses, pairs = output if isinstance(output, tuple) else (output, None)
+    mask = batch["loss_mask"].float()
+    loss = (losses.float() * mask).sum() / mask.sum()
+    report = {"lm loss": loss.detach().clone()}
+    if pairs is not None:
+        loss = loss + torch.nn.functional.cross_entropy(pairs.float(), batch["is_random"])
+    return loss, report
+
+
+def gpt_step(batches, model):
+    batch = next(batches)["tokens"].long()
     length = batch.shape[1] - 1
     positions = torch.arange(length)[None].expand(len(batch), -1)
     mask = ~torch.tril(torch.ones(1, 1, length, length, dtype=torch.bool))
     tokens, labels = batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
     return model(tokens, positions, mask, labels=labels), partial(mean_loss)
+
+
+def bert_step(batches, model):
+    batch = next(batches)
+    output = model(batch["text"], batch["padding_mask"], tokentype_ids=batch["types"], lm_labels=batch["labels"])
+    return output, partial(masked_loss, batch)
+
+
+def t5_step(batches, model):
+    batch = next(batches)
+    encoder, decoder = batch["enc_mask"] > 0, batch["dec_mask"] > 0
+    causal = torch.tril(torch.ones(decoder.shape[1], decoder.shape[1], dtype=torch.bool))
+    masks = (~(encoder[:, None] & encoder[:, :, None]), ~(decoder[:, None] & decoder[:, :, None] & causal),
+             ~(encoder[:, None] & decoder[:, :, None]))  # fmt: skip
+    masks = (mask[:, None] for mask in masks)  # one for all heads
+    return model(batch["text_enc"], batch["text_dec"], *masks, lm_labels=batch["labels"]), partial(masked_loss, batch)
+
+
+STEPS = {"gpt": gpt_step, "bert": bert_step, "t5": t5_step}
 
 
 def main(options):
@@ -222,6 +286,7 @@ def main(options):
     if "load" in options:
         run.load(options["load"], options["load_iteration"])
     data = np.load(options["data"])
+    data = {"tokens": data} if isinstance(data, np.ndarray) else dict(data)
     for until in options["until"]:
         losses = run.train(data, until)
         for kind in options.get("formats", ()):

@@ -84,7 +84,8 @@ REGISTERED_TWICE = {
     "embedding.position_embeddings.weight": "position_embeddings.weight",
     "lm_head.output_layer.weight": "output_layer.weight", "lm_head.output_layer.bias": "output_layer.bias",
 }  # fmt: skip
-"""Tensors of T5 that its checkpoints hold under a second name too."""
+"""Tensors of T5 that its checkpoints hold under a second name too, and the optimizer's state under that alone."""
+_FIRST_NAMES = {second: first for first, second in REGISTERED_TWICE.items()}
 
 _BY_THEIRS = {row.theirs or row.ours: row for row in LAYER_ROWS}
 _BY_OURS: dict[str, Row] = {}
@@ -144,14 +145,15 @@ def names_of_today(named: Mapping[str, T], family: str) -> dict[str, T]:
     """Tensors of an encoder or of an encoder and a decoder under names that :func:`find_place` knows, each once."""
     if family == "gpt":
         return dict(named)
-    result = {}
+    result: dict[str, T] = {}
     for name, tensor in named.items():
         for pattern, replacement in _OLD_NAMES_OF_ENCODERS:
             name = re.sub(pattern, replacement, name)
         if name == "lm_head.bias":
             name = "lm_head.output_layer.bias" if family == "t5" else "output_layer.bias"
-        if family != "t5" or name not in REGISTERED_TWICE.values():
-            result[name] = tensor
+        if family == "t5":
+            name = _FIRST_NAMES.get(name, name)
+        result.setdefault(name, tensor)
     return result
 
 

@@ -114,6 +114,8 @@ def _write_tensors(stacked: Mapping[str, list[_Piece]], file: BinaryIO) -> Metad
         for module in _WITH_EXTRA_STATE:
             if name.endswith(f".{module}.weight") and "optimizer." not in name:
                 _write_extra_states(name.removesuffix(".weight"), len(pieces), file, tensors, storage)
+        if name.endswith("output_layer.bias") and "optimizer." not in name:  # of encoders, whose loader asks for it
+            _write_extra_states(name.removesuffix(".bias"), 1, file, tensors, storage)
     return Metadata(tensors, None, storage)
 
 
@@ -171,8 +173,9 @@ def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interc
         dims = (dims[0] * dims[1], *dims[2:])
     if name in VOCABULARY:
         dims = (_padded(interchange.settings, dims[0]), *dims[1:])
-    twice = REGISTERED_TWICE.get(their) if interchange.settings.get("model_family") == "t5" and not prefix else None
-    return {each: _Piece(tensor, (*start, *dims), None) for each in (prefix + their, twice) if each}
+    twice = REGISTERED_TWICE.get(their) if interchange.settings.get("model_family") == "t5" else None
+    names = [their] if twice is None else [twice] if prefix else [their, twice]
+    return {prefix + each: _Piece(tensor, (*start, *dims), None) for each in names}
 
 
 def _padded(settings: Mapping[str, Any], rows: int) -> int:

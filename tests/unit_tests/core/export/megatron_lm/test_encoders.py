@@ -187,7 +187,11 @@ def stacked(kind, seed):
         inside = inside.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         result.setdefault(f"{match[1]}.{inside}", []).append(tensor)
     result = {name: torch.stack(each) if isinstance(each, list) else each for name, each in result.items()}
-    return result if seed else {**result, **second_names(kind, result)}
+    second = second_names(kind, result)
+    if not seed:
+        return {**result, **second}
+    # the optimizer's state of such a tensor has the second name alone
+    return {name: each for name, each in result.items() if not any(each is other for other in second.values())} | second
 
 
 def write_torch_dist(folder, kind):
