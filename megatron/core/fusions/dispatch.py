@@ -28,8 +28,8 @@ class ByDevice:
     kernel: Callable[..., Any]
     plain: Callable[..., Any]
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (self.kernel if x.is_cuda and x.dtype != torch.float64 else self.plain)(x, *args, **kwargs)
+    def __call__(self, x: torch.Tensor, *args: Any) -> Any:
+        return (self.kernel if x.is_cuda and x.dtype != torch.float64 else self.plain)(x, *args)
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 from megatron.core.fusions.installed_triton import tl, triton
-from megatron.core.fusions.sort_choices import sorted_places
 
 _BLOCK, _NUM_WARPS = 1024, 4
 """Elements of a program: 2 KiB of 16-bit values, one 16-byte vector per thread."""
@@ -64,11 +63,6 @@ def sort_choices(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) ->
         order.masked_fill_(sorted_keys == num_keys, -1)
         place.masked_fill_(keys == num_keys, -1)
     return Permutation(order, _tokens_of(order, key_tj.shape[1]), place.view(key_tj.shape), ends, is_complete)
-
-
-def sort_choices_triton(key_tj: Tensor, num_keys: int, *, is_complete: bool = False) -> Permutation:
-    """The same in four launches."""
-    return Permutation(*sorted_places(key_tj, num_keys), is_complete)
 
 
 def pad_to(permutation: Permutation, key_tj: Tensor, capacity: int) -> Permutation:
@@ -149,11 +143,10 @@ def combine_triton(x: Tensor, place_tj: Tensor) -> Tensor:
 
 
 class RowMoves(NamedTuple):
-    """An implementation of both directions, and of what says where rows lie."""
+    """An implementation of both directions."""
 
     gather: Callable[[Tensor, Tensor], Tensor]
     combine: Callable[[Tensor, Tensor], Tensor]
-    sort: Callable[..., Permutation] = sort_choices
 
 
 PLAIN = RowMoves(gather_plain, combine_plain)
@@ -163,8 +156,7 @@ def choose_row_moves(dtype: torch.dtype, wanted: bool = True) -> RowMoves:
     """For values of ``dtype``; not ``wanted`` asks for plain torch."""
     if not kernels_serve(dtype, wanted):
         return PLAIN
-    sort = ByDevice(sort_choices_triton, sort_choices)
-    return RowMoves(ByDevice(gather_triton, gather_plain), ByDevice(combine_triton, combine_plain), sort)
+    return RowMoves(ByDevice(gather_triton, gather_plain), ByDevice(combine_triton, combine_plain))
 
 
 class _Gather(torch.autograd.Function):

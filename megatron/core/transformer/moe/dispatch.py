@@ -37,6 +37,7 @@ from megatron.core.fusions.permute import (
     gather_choices,
     gather_rows,
     pad_to,
+    sort_choices,
 )
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.autograd_handle import (
@@ -96,7 +97,7 @@ class Dispatcher:
         raise NotImplementedError
 
     def _sorted(self, key: Tensor, num_keys: int, capacity: int | None, *, is_complete: bool) -> Permutation:
-        permutation = self.moves.sort(key, num_keys, is_complete=is_complete)
+        permutation = sort_choices(key, num_keys, is_complete=is_complete)
         return permutation if capacity is None else pad_to(permutation, key, capacity)
 
 
@@ -233,7 +234,7 @@ class AllToAllDispatcher(Dispatcher):
             return Dispatched(rows, weights, count_ne.sum(0).cumsum(0).int(), way)
         expert = torch.arange(self.num_local, device=rows.device).repeat(self.group.size)
         key = torch.repeat_interleave(expert, count_ne.flatten(), output_size=len(rows)).unsqueeze(-1)
-        received = self.moves.sort(key, self.num_local, is_complete=True)
+        received = sort_choices(key, self.num_local, is_complete=True)
         rows, weights = gather_rows(rows, received, self.moves), gather_choices(weights.unsqueeze(-1), received)
         return Dispatched(rows, weights, received.ends, way._replace(received=received))
 
