@@ -59,7 +59,7 @@ class GPTTask(LanguageModelTask):
 
         Of sequences that context-parallel ranks share, this rank's tokens; positions and boundaries stay global.
         """
-        batch = get_batch_on_this_cp_rank(next(data_iterator))
+        batch = {**get_batch_on_this_cp_rank(next(data_iterator))}  # the other chunks of this rank get it, too
         bounds = batch.pop("cu_seqlens", None)
         documents = None if bounds is None else PackedSeqParams(cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         return on_device(batch, documents)
