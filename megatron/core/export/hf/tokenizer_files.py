@@ -29,7 +29,7 @@ def tokenizer_files(settings: Mapping[str, Any], assets: Mapping[str, Path]) -> 
     Args:
         settings: of the run; its tokenizer's files are among ``assets`` (``tokenizer/<name>``), by their names.
     """
-    if "tokenizer/tokenizer.json" in assets or settings.get("tokenizer_type") is None:
+    if "tokenizer/tokenizer.json" in assets or settings.get("tokenizer_type") in (None, "NullTokenizer"):
         return {}
     values = {field.name: settings[field.name] for field in fields(TokenizerConfig) if field.name in settings}
     for name in ("tokenizer_model", "vocab_file", "merge_file"):
