@@ -59,6 +59,7 @@ TRAINING = {
     "checkpoint": "core arguments config model_description train_state",
     "start": "core config data initialize tasks",
     "evaluate": "core config data initialize observe tasks",
+    "trained_model": "core arguments checkpoint config initialize tasks",
     "components": "core checkpoint evaluate hooks tasks train_state",
     "checks": "core components config exits hooks observe train_state",
     "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start",

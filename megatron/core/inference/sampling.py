@@ -1,11 +1,15 @@
-"""Text from a trained model, one token at a time, each from a full forward pass over the context.
+"""Text from a trained model, one token at a time, each from a full forward pass over what is written so far; and what
+an encoder says of masked tokens.
 
 There is no cache of keys and values: for looking at a model during training, not for serving it.
+
+Legend: s sequence, e sequence of the encoder, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -13,59 +17,122 @@ from torch import Tensor, nn
 from megatron.core.config.errors import UserError
 
 
-def filter_logits(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 0.0) -> Tensor:
-    """Logits [v] over ``temperature``, with all but the allowed tokens at -inf.
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token follows from its logits."""
 
-    Args:
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens whose probabilities sum to at least this; 0 keeps all.
-    """
-    logits = logits.float() / temperature
-    if top_k > 0:
-        smallest = logits.topk(min(top_k, logits.numel())).values[-1]
-        logits = logits.masked_fill(logits < smallest, float("-inf"))
-    if top_p > 0.0:
-        values, order = logits.sort(descending=True)
-        probabilities = values.softmax(dim=-1)
-        beyond = probabilities.cumsum(dim=-1) - probabilities >= top_p  # the token that reaches top_p stays
-        logits = logits.index_fill(0, order[beyond], float("-inf"))
-    return logits
+    temperature: float = 1.0
+    """0: always the likeliest token."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0: from all."""
+    top_p: float = 0.0
+    """Draw from the smallest set of tokens whose probabilities sum to at least this; 0: from all."""
+    seed: int | None = None
+    """Of the draws of one text; None: torch's global generator."""
+
+    def chooser(self) -> Callable[[Tensor], int]:
+        """A function from logits [v] to a token, for one text."""
+        if self.temperature == 0:
+            return lambda logits: int(logits.argmax())
+        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        return lambda logits: int(torch.multinomial(self.filtered(logits).softmax(dim=-1), 1, generator=generator))
+
+    def filtered(self, logits: Tensor) -> Tensor:
+        """Logits [v] over the temperature, with all but the allowed tokens at -inf."""
+        logits = logits.float() / self.temperature
+        if self.top_k > 0:
+            smallest = logits.topk(min(self.top_k, logits.numel())).values[-1]
+            logits = logits.masked_fill(logits < smallest, float("-inf"))
+        if self.top_p > 0.0:
+            values, order = logits.sort(descending=True)
+            probabilities = values.softmax(dim=-1)
+            beyond = probabilities.cumsum(dim=-1) - probabilities >= self.top_p  # the token that reaches top_p stays
+            logits = logits.index_fill(0, order[beyond], float("-inf"))
+        return logits
+
+
+PLAIN = Sampling()
 
 
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompt: list[int],
+    prompt: Sequence[int],
     *,
     max_new_tokens: int,
     max_sequence_length: int,
     stop_token: int | None = None,
-    greedy: bool = False,
-    generator: torch.Generator | None = None,
-    filters: dict[str, float] | None = None,
+    sampling: Sampling = PLAIN,
 ) -> Iterator[int]:
     """Yields tokens after ``prompt`` until ``stop_token`` (not yielded) or ``max_new_tokens``.
 
     Args:
         model: maps (input_ids [1, s], position_ids [1, s]) to logits [1, s, v]; left in evaluation mode.
         max_sequence_length: the context; older tokens fall out of it.
-        generator: of the draws, on the CPU; None takes torch's global one.
-        filters: keyword arguments of :func:`filter_logits`.
+
+    Raises:
+        UserError: an empty prompt.
     """
     if not prompt:
         raise UserError("the prompt is empty: give at least one token (for example the end-of-document token)")
-    model.eval()
-    device = next(model.parameters()).device
-    context = list(prompt)
-    for _ in range(max_new_tokens):
+    device = _prepared(model)
+
+    def logits(context: list[int]) -> Tensor:
         window = torch.tensor([context[-max_sequence_length:]], device=device)
-        positions = torch.arange(window.shape[1], device=device)[None]
-        logits = model(window, positions)[0, -1].cpu()
-        if greedy:
-            token = int(logits.argmax())
-        else:
-            weights = filter_logits(logits, **(filters or {})).softmax(dim=-1)  # type: ignore[arg-type]
-            token = int(torch.multinomial(weights, 1, generator=generator))
+        return model(window, torch.arange(window.shape[1], device=device)[None])
+
+    yield from _written(logits, list(prompt), max_new_tokens, stop_token, sampling)
+
+
+@torch.no_grad()
+def generate_answer(
+    model: nn.Module,
+    text: Sequence[int],
+    *,
+    start: int,
+    max_new_tokens: int,
+    max_sequence_length: int,
+    stop_token: int | None = None,
+    sampling: Sampling = PLAIN,
+) -> Iterator[int]:
+    """Yields what the decoder of a :class:`T5Model` writes behind ``start`` until ``stop_token`` (not yielded),
+    ``max_new_tokens`` or the end of its positions. ``text`` is encoded once.
+
+    Raises:
+        UserError: an empty text, or one of more than ``max_sequence_length`` tokens.
+    """
+    check_length(text, max_sequence_length)
+    device = _prepared(model)
+    ids = torch.tensor([list(text)], device=device)
+    encoded = model(ids, ids[:, :1], output_encoder_hidden_only=True)
+
+    def logits(written: list[int]) -> Tensor:
+        return model(ids, torch.tensor([written], device=device), encoder_hidden_states=encoded)
+
+    yield from _written(logits, [start], min(max_new_tokens, max_sequence_length), stop_token, sampling)
+
+
+def check_length(text: Sequence[int], max_sequence_length: int) -> None:
+    """Raise ``UserError`` for a text without tokens, or with more than the model has positions."""
+    if not text:
+        raise UserError("the text is empty: give at least one word")
+    if len(text) > max_sequence_length:
+        raise UserError(f"the text has {len(text)} tokens, the model takes {max_sequence_length}: give a shorter one")
+
+
+def _prepared(model: nn.Module) -> torch.device:
+    model.eval()
+    return next(model.parameters()).device
+
+
+def _written(
+    logits: Callable[[list[int]], Tensor], context: list[int], max_new_tokens: int, stop_token: int | None,
+    sampling: Sampling,
+) -> Iterator[int]:  # fmt: skip
+    """Tokens behind ``context``, whose logits [1, s, v] ``logits`` computes."""
+    choose = sampling.chooser()
+    for _ in range(max_new_tokens):
+        token = choose(logits(context)[0, -1].cpu())
         if token == stop_token:
             return
         yield token

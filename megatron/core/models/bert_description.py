@@ -28,6 +28,8 @@ from megatron.core.models.common.description import (
     word_tables,
 )
 
+SETTINGS_OF_HEADS = ("bert_binary_head",)
+
 
 def describe_bert(
     config: Config,
@@ -49,7 +51,7 @@ def describe_bert(
         branches = describe(config, LayerPlace(index + 1, seq_length, rotary, causal=False))
         layers.append(tuple(branch.under(f"encoder.layers.{index}.") for branch in branches))
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    embedding = describe_embedding(config, word, positions, (*SETTINGS, "bert_binary_head"))
+    embedding = describe_embedding(config, word, positions, (*SETTINGS, *SETTINGS_OF_HEADS))
     if num_tokentypes:
         types = Param("embedding.tokentype_embeddings.weight", (num_tokentypes, config.hidden_size))
         embedding = replace(embedding, params=(*embedding.params, types))

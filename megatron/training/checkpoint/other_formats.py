@@ -57,9 +57,7 @@ MODEL = {"seq_length", *OF_T5, *(field.name for group in GROUPS for field in dat
     *LAYOUT, *COMPUTATION,
 }  # fmt: skip
 """Settings of a model, without those of how and where it is computed."""
-FIXED = {*ARCHITECTURE, *SIZES, "vocab_size", "bert_binary_head", "decoder_num_layers"} - {
-    "seq_length", "max_position_embeddings",
-}  # fmt: skip
+FIXED = {*ARCHITECTURE, *SIZES, "vocab_size"} - {"seq_length", "decoder_seq_length", "max_position_embeddings"}
 """Settings in which a command line may not contradict weights."""
 WORDS = "model.embedding.word_embeddings.weight"
 OUTPUT = "model.output_layer.weight"

@@ -14,10 +14,13 @@ import torch
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
 from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
 from megatron.core.config.cli import FlagSpec, flags_of
+from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.manifest import MANIFEST, read_manifest
+from megatron.core.models.bert_description import SETTINGS_OF_HEADS as BERT_SETTINGS
 from megatron.core.models.common.description import SETTINGS as DECODER_SETTINGS
+from megatron.core.models.t5_description import OWN_SETTINGS as T5_SETTINGS
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.checkpoint.files import find_checkpoint
@@ -30,13 +33,14 @@ logger = logging.getLogger(__name__)
 
 SIZES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "seq_length", "num_attention_heads", "num_query_groups",
-    "kv_channels", "max_position_embeddings",
+    "kv_channels", "max_position_embeddings", "decoder_num_layers", "decoder_seq_length",
 )  # fmt: skip
 """Taken from the checkpoint only where the command line says nothing."""
 
 ARCHITECTURE = tuple(
-    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS))
-)
+    dict.fromkeys((*DECODER_SETTINGS, *ATTENTION_SETTINGS, *LATENT_SETTINGS, *MLP_SETTINGS, *MOE_SETTINGS,
+                   *BERT_SETTINGS, *T5_SETTINGS))
+)  # fmt: skip
 """What the weights of the built-in layers mean: taken from the checkpoint by --use-checkpoint-args, and refused where
 it differs. A model's own description names what its layers add."""
 
@@ -45,7 +49,7 @@ LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
-TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file", "vocab_size")
+TOKENIZER = tuple(field.name for field in dataclasses.fields(TokenizerConfig))
 
 TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *LAYOUT, *TOKENIZER)
 

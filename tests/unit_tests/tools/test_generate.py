@@ -1,44 +1,165 @@
-"""tools/generate.py: several prompts, and a clear answer to a wrong --load."""
+"""tools/generate.py and tools/fill_mask.py: several prompts, what transformers says, clear answers to mistakes."""
 
+import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.test_utils.foreign_masked_models import FAMILIES, build
 from tests.test_utils.gpt_runs import train
+from tests.test_utils.tiny_tokenizers import bert_vocab
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
-def generate(monkeypatch):
-    """The tool's ``main`` with a command line."""
-    spec = importlib.util.spec_from_file_location("generate_tool", ROOT / "tools" / "generate.py")
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+def tool(monkeypatch):
+    """Calls ``main`` of a tool with a command line."""
 
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments)])
-        return tool.main()
+    def call(name, *arguments):
+        spec = importlib.util.spec_from_file_location(f"{name}_tool", ROOT / "tools" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        return module.main()
 
     return call
 
 
-def test_several_prompts_give_the_texts_that_each_gives_alone(generate, gloo_pool, tmp_path, capsys):
+def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, tmp_path, capsys):
     assert gloo_pool.run(train, 1, ["--mock-data", "--train-iters", "3", "--save", str(tmp_path / "run")]) == [0]
     (tmp_path / "prompts").write_text("7 8\n9 10 11\n")
-    common = ["--load", tmp_path / "run", "--max-new-tokens", 4]
+    common = ["generate", "--load", tmp_path / "run", "--max-new-tokens", 4]
     texts = []
     for prompt in ("1 2", "7 8", "9 10 11"):
-        assert generate(*common, "--prompt", prompt) == 0
+        assert tool(*common, "--prompt", prompt) == 0
         texts.append(capsys.readouterr().out)
-    assert generate(*common, "--prompt", "1 2", "--prompt-file", tmp_path / "prompts") == 0
+    assert tool(*common, "--prompt", "1 2", "--prompt-file", tmp_path / "prompts") == 0
     assert capsys.readouterr().out.split("-" * 40 + "\n") == texts
     assert all(text.startswith(prompt) for text, prompt in zip(texts, ("1 2", "7 8", "9 10 11")))
+    assert tool("fill_mask", "--load", tmp_path / "run", "--text", "1") == 1
+    assert "family 'gpt', for which tools/generate.py is" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_checkpoint_is_named_by_the_flag_that_was_given(generate, tmp_path, capsys):
-    assert generate("--load", tmp_path / "nope") == 1
+@pytest.mark.parametrize("name", ["generate", "fill_mask"])
+def test_a_folder_without_a_checkpoint_is_named_by_the_flag_that_was_given(tool, tmp_path, capsys, name):
+    assert tool(name, "--load", tmp_path / "nope", *(["--text", "a"] if name == "fill_mask" else [])) == 1
     error = capsys.readouterr().err
     assert "--load" in error and "nope" in error and "--use-checkpoint-args" not in error
+
+
+def run_of(pool, kind, folder, *flags):
+    """A run of three iterations with a WordPiece tokenizer."""
+    words = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", bert_vocab(folder / "vocab.txt")]
+    argv = [*words, "--vocab-extra-ids", "4", "--mock-data", "--train-iters", "3", "--save", str(folder / "run")]
+    assert pool.run(train, 1, [*argv, *flags], False, kind) == [0]
+    return folder / "run"
+
+
+def test_a_bert_without_the_binary_head_says_what_it_can_and_what_it_cannot(tool, gloo_pool, tmp_path, capsys):
+    run = run_of(gloo_pool, "bert", tmp_path, "--bert-no-binary-head")
+    assert tool("fill_mask", "--load", run, "--text", "The [MASK] jumps. [MASK]", "--text", "[MASK]", "--top-k", 2) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert [line for line in out if not line.startswith("    ")] == [
+        "The [MASK] jumps. [MASK]", "  mask 1", "  mask 2", "[MASK]", "  mask 1",
+    ]  # fmt: skip
+    for flags, words in (
+        (["--text", "the fox"], "'the fox' has no [MASK]"),
+        (["--text", "[MASK] " * 31], "the text has 33 tokens, the model takes 32"),
+        (["--text", "[MASK]", "--text-pair", "fox"], "--bert-no-binary-head"),
+    ):
+        assert tool("fill_mask", "--load", run, *flags) == 1
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tool("fill_mask", "--load", run, "--text", "a", "--text", "b", "--text-pair", "c")
+    assert "--text-pair: 1 for 2 of --text" in capsys.readouterr().err
+    assert tool("generate", "--load", run, "--prompt", "the") == 1
+    assert "family 'bert', for which tools/fill_mask.py is" in capsys.readouterr().err
+
+
+def test_a_t5_of_two_depths_is_sampled_and_encodes_a_text_once(tool, gloo_pool, tmp_path, capsys, monkeypatch):
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    flags = "--decoder-num-layers 1 --decoder-seq-length 16 --position-embedding-type relative --relu"
+    more = "--relative-attention-num-buckets 8 --relative-attention-max-distance 20 --normalization RMSNorm"
+    run = run_of(gloo_pool, "t5", tmp_path, *flags.split(), *more.split())
+    calls, forward = [], TransformerBlock.forward
+    monkeypatch.setattr(TransformerBlock, "forward", lambda self, *args: calls.append(self) or forward(self, *args))
+    prompts = ["--prompt", "the <extra_id_0> jumps", "--prompt", "quick <extra_id_1> fox"]
+    texts = []
+    for seed in (1, 1, 2):
+        assert tool("generate", "--load", run, *prompts, "--max-new-tokens", 8, "--top-p", 0, "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("the <extra_id_0> jumps\n-> ")
+    encoders = [block for block in calls if len(block.layers) == 2]
+    assert len(encoders) == 6 and len(calls) > 20, "one pass of each encoder for each prompt"
+    for prompt, words in (("the " * 33, "33 tokens, the model takes 32"), ("", "the text is empty")):
+        assert tool("generate", "--load", run, "--prompt", prompt) == 1
+        assert words in capsys.readouterr().err
+
+
+# ---- beside transformers
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "##es", "jump", "##s", ".", "a", "dog"]
+
+
+def converted(name, tokenizer, folder):
+    """Saves a tiny random model of a family there with ``tokenizer``, converts it; (their model, our checkpoint)."""
+    from tools.checkpoint import convert
+
+    family = FAMILIES[name]
+    settings = {**family.settings, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    foreign = build(dataclasses.replace(family, settings=settings))
+    for each in (foreign, tokenizer):
+        each.save_pretrained(folder / "theirs")
+    line = ["--loader", "hf", "--saver", "native", "--load-dir", folder / "theirs", "--save-dir", folder / "ours"]
+    assert convert.main([*map(str, line), "--no-checking"]) == 0
+    return foreign, folder / "ours"
+
+
+def test_masks_and_orders_of_pairs_are_those_of_transformers(tool, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "vocab.txt").write_text("\n".join(WORDS))
+    tokenizer = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"))
+    foreign, ours = converted("bert", tokenizer, tmp_path)
+    capsys.readouterr()
+    texts = "the [MASK] jumps.", "a quick dog"
+    assert tool("fill_mask", "--load", ours, "--text", texts[0], "--text-pair", texts[1], "--top-k", 3) == 0
+    lines = capsys.readouterr().out.splitlines()
+    theirs = foreign(**tokenizer(*texts, return_tensors="pt"))
+    place = tokenizer(*texts)["input_ids"].index(WORDS.index("[MASK]"))
+    best = theirs.prediction_logits[0, place].softmax(-1).topk(3)
+    expected = [f"{value:.4f}  {WORDS[index]}" for value, index in zip(best.values.tolist(), best.indices.tolist())]
+    assert [line.strip() for line in lines[2:5]] == expected
+    order = theirs.seq_relationship_logits[0].softmax(-1).tolist()
+    assert lines[5:] == [f"  in order  {order[0]:.4f}", f"  swapped   {order[1]:.4f}"]
+
+
+def test_answers_of_a_t5_are_those_of_transformers(tool, tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    sentinels = [f"<extra_id_{index}>" for index in range(4)]
+    names = ["<pad>", "</s>", "<unk>", *WORDS[5:], *sentinels]
+    backend = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, **special, additional_special_tokens=sentinels
+    )
+    foreign, ours = converted("t5-v1.1", tokenizer, tmp_path)
+    capsys.readouterr()
+    prompts = "the <extra_id_0> fox", "a quick dog <extra_id_1> the <extra_id_2>"
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    assert tool("generate", "--load", ours, *flags, "--temperature", 0, "--max-new-tokens", 12) == 0
+    found = capsys.readouterr().out.split("-" * 40 + "\n")
+    for prompt, text in zip(prompts, found, strict=True):
+        written = foreign.generate(
+            **tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), do_sample=False, max_new_tokens=12,
+            use_cache=False,
+        )[0, 1:].tolist()  # fmt: skip
+        answer = written[: written.index(1)] if 1 in written else written
+        assert text == f"{prompt}\n-> {tokenizer.decode(answer)}\n" and len(answer) > 2

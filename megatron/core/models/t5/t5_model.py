@@ -153,6 +153,8 @@ class T5Model(LanguageModule):
         *,
         encoder_lengths: Tensor | None = None,
         sample_index: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        output_encoder_hidden_only: bool = False,
     ) -> Tensor | Streams:
         """Logits [b, s, v] (-inf for padded entries), or losses fp32 [b, s] of every label. On a pipeline stage other
         than the last: :class:`Streams`.
@@ -165,6 +167,8 @@ class T5Model(LanguageModule):
             lm_labels: int64 [b, s]; a valid id also where the loss does not count.
             encoder_lengths: int [b], tokens before the padding, at least 1 in each row; best on the host.
             sample_index: int64 [b], the samples' places in the whole run, on which dropout masks depend.
+            encoder_hidden_states: [e, b, h], what ``output_encoder_hidden_only`` returned for the same encoder tokens:
+                they are not encoded again. Both are for a model of one pipeline stage.
 
         Raises:
             ValueError: padding of the encoder that is not behind all tokens, or nothing else in a row.
@@ -184,7 +188,9 @@ class T5Model(LanguageModule):
         else:
             streams = self.received
         source = self._with_bias(source, streams.encoder_table, self.encoder, length)
-        encoded = self.encoder(streams.encoder, source)
+        encoded = self.encoder(streams.encoder, source) if encoder_hidden_states is None else encoder_hidden_states
+        if output_encoder_hidden_only:
+            return encoded
         target = self._with_bias(target, streams.decoder_table, self.decoder, target_length)
         decoded = self.decoder(streams.decoder, replace(target, encoder_output=encoded))
         if self.post_process:

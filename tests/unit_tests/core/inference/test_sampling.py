@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from megatron.core.inference.sampling import filter_logits, generate
+from megatron.core.inference.sampling import Sampling, generate
+
+GREEDY = Sampling(temperature=0)
 
 
 class NextNumber(torch.nn.Module):
@@ -20,7 +22,7 @@ class NextNumber(torch.nn.Module):
 
 
 def test_greedy_generation_follows_the_model_and_stops_at_the_stop_token():
-    tokens = list(generate(NextNumber(), [1], max_new_tokens=20, max_sequence_length=8, stop_token=7, greedy=True))
+    tokens = list(generate(NextNumber(), [1], max_new_tokens=20, max_sequence_length=8, stop_token=7, sampling=GREEDY))
     assert tokens == [2, 3, 4, 5, 6]
 
 
@@ -37,15 +39,18 @@ def test_an_empty_prompt_is_refused():
 
 def test_top_k_and_top_p_keep_the_likeliest():
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    assert filter_logits(logits, top_k=2).isfinite().tolist() == [False, True, False, True]
-    assert filter_logits(logits, top_p=0.75).isfinite().tolist() == [False, True, True, True]
-    assert filter_logits(logits, top_p=0.4).isfinite().tolist() == [False, True, False, False]
+    for sampling, kept in (
+        (Sampling(top_k=2), [False, True, False, True]),
+        (Sampling(top_p=0.75), [False, True, True, True]),
+        (Sampling(top_p=0.4), [False, True, False, False]),
+    ):
+        assert sampling.filtered(logits).isfinite().tolist() == kept
 
 
 def test_the_seed_decides_the_draws():
     def draw(seed):
-        model, source = NextNumber(), torch.Generator().manual_seed(seed)
+        model, sampling = NextNumber(), Sampling(seed=seed)
         model.scale.data.fill_(0.5)
-        return list(generate(model, [0], max_new_tokens=30, max_sequence_length=8, generator=source))
+        return list(generate(model, [0], max_new_tokens=30, max_sequence_length=8, sampling=sampling))
 
     assert draw(1) == draw(1) != draw(2)
