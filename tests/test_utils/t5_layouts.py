@@ -39,6 +39,7 @@ T5_MODELS = {
 }
 PP4 = f"{MBS} --pipeline-model-parallel-size 4"
 VPP = "--num-virtual-stages-per-pipeline-rank 2"
+CP4, TWO_LEVELS = f"{MBS} --context-parallel-size 4", "--hierarchical-context-parallel-sizes 2 2"
 TP, CP = "--tensor-model-parallel-size 2", "--context-parallel-size 2"
 T5_ROWS = {
     "t5-accumulation": ("t5", "--micro-batch-size 1", 1),
@@ -79,13 +80,19 @@ T5_ROWS = {
     "t5-cp2": ("t5", CP2, 2),
     "t5-cp2-allgather": ("t5", f"{CP2} --cp-comm-type allgather", 2),
     "t5-cp2-a2a": ("t5", f"{CP2} --cp-comm-type a2a", 2),
-    "t5-cp4-rope": ("t5-rope", f"{MBS} --context-parallel-size 4", 4),
+    "t5-cp4-rope": ("t5-rope", CP4, 4),
     "t5-cp2-tp2-sp": ("t5-sinks", f"{CP2} {TP} {SP}", 4),
     "t5-cp2-zero": ("t5-untied", f"{CP2} {ZERO}", 4),
     "t5-cp2-pp2": ("t5", f"{PP2} {CP}", 4),
+    "t5-cp2-relative": ("t5-relative", CP2, 2),
+    "t5-cp2-relative-allgather": ("t5-relative", f"{CP2} --cp-comm-type allgather", 2),
+    "t5-cp4-relative-a2a": ("t5-relative-sgd", f"{CP4} --cp-comm-type a2a", 4),
+    "t5-cp4-relative-two-levels": ("t5-relative", f"{CP4} --cp-comm-type a2a+p2p {TWO_LEVELS}", 4),
+    "t5-cp2-pp2-relative": ("t5-relative", f"{PP2} {CP}", 4),
+    "t5-cp2-tp2-sp-relative": ("t5-relative-sgd", f"{CP2} {TP} {SP}", 4),
 }  # fmt: skip
 T5_IN_THE_SUITE = {
     "t5-accumulation", "t5-fsdp2-tp2-sp", "t5-zero2-tp2-sp", "t5-pp2-vpp-relative", "t5-pp2-zero-bubble",
-    "t5-pp2-tp2-sp", "t5-cp2-tp2-sp",
+    "t5-pp2-tp2-sp", "t5-cp2-tp2-sp", "t5-cp2-pp2-relative",
 }
 """Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

@@ -18,7 +18,7 @@ from megatron.core.attention.kernels import flash_attn, flash_attn_4, torch_sdpa
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Form, Kernel, Request
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.sink import has_sink
-from megatron.core.attention.window import layer_window
+from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.extensions.flash_attn import installed_versions
@@ -57,16 +57,17 @@ class Choice(NamedTuple):
 
 
 def request_of(
-    config: TransformerConfig, layer_number: int, form: Form = "whole", channels: int | None = None
-) -> Request:
-    """The request of a layer (from 1) of a configuration on this machine; ``channels`` of heads where these are not
+    config: TransformerConfig, window: Window | None, form: Form = "whole", channels: int | None = None, *,
+    biased: bool = False,
+) -> Request:  # fmt: skip
+    """The request of a configuration's layer with ``window`` on this machine; ``channels`` of heads where these are not
     ``config.kv_channels``."""
     return Request(
         backend=str(config.attention_backend),
         dtype=config.params_dtype,
         channels=channels or config.kv_channels,
         capability=torch.cuda.get_device_capability() if torch.cuda.is_available() else None,
-        window=layer_window(config.window_size, config.window_attn_skip_freq, layer_number),
+        window=window,
         dropout=config.attention_dropout,
         deterministic=config.deterministic_mode or torch.are_deterministic_algorithms_enabled(),
         flash_version=config.flash_attention_version,
@@ -75,6 +76,7 @@ def request_of(
         sink=has_sink(config),
         soft_cap=config.attn_logit_softcapping,
         cudnn_version=torch.backends.cudnn.version() if torch.cuda.is_available() else None,
+        biased=biased,
     )
 
 
@@ -99,7 +101,7 @@ def choose_kernel(request: Request) -> Choice:
         flag = f"--flash-attention-version {request.flash_version}"
         raise UserError(f"{flag} contradicts --attention-backend fused; give --attention-backend flash")
     if request.capability is None and request.flash_version is None:
-        return Choice("unfused" if request.blocks or request.soft_cap is not None else "torch", request.situation)
+        return Choice("unfused" if request.blocks or request.unusual_scores else "torch", request.situation)
     if request.dtype not in SIXTEEN_BIT and request.backend in ("fused", "flash"):
         raise UserError(
             f"--attention-backend {request.backend} takes bfloat16 or float16, not {request.situation}; train with "
@@ -129,6 +131,9 @@ def _candidates(request: Request) -> Iterator[str]:
         yield f"flash-attn {request.flash_version}"
         return
     assert request.capability is not None
+    if request.biased and request.backend == "auto":
+        yield "unfused"
+        return
     banded = request.window is not None and not request.blocks
     if request.dtype in SIXTEEN_BIT:
         packages = {"flash": (4, 3), "auto": (4,)}.get(request.backend, ())
@@ -162,16 +167,15 @@ def without_version_4(request: Request) -> Request:
 
 
 def make_kernel(
-    config: TransformerConfig, layer_number: int, scale: float, form: Form, channels: int | None = None
-) -> tuple[Choice, Kernel]:
-    """The choice for a layer, and the kernel with everything set but tensors and mask.
+    request: Request, config: TransformerConfig, layer_number: int, scale: float
+) -> tuple[Choice, Kernel]:  # fmt: skip
+    """The choice for a layer (from 1), and the kernel with everything set but tensors and mask.
 
     Raises:
         UserError: as :func:`choose_kernel`.
     """
-    request = request_of(config, layer_number, form, channels)
     choice = choose_kernel(request)
-    has_bands = form == "ring" and request.window is not None and choice.kernel != "unfused"
+    has_bands = request.form == "ring" and request.window is not None and choice.kernel != "unfused"
     if has_bands and not _bands_are_right_here(choice.kernel, request.channels, request.dtype):
         reason = "this GPU's flash kernels are wrong on the bands of a ring with a sliding window"
         logger.warning(

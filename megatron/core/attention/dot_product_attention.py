@@ -1,6 +1,7 @@
 """The attention core: queries, keys and values in, mixed values out.
 
-    softmax(scale Q K^T, soft-capped where asked for, over the visible keys and a sink, if there is one) V
+    softmax(scale Q K^T, soft-capped, plus a bias by distance, where asked for,
+            over the visible keys and a sink, if there is one) V
 
 One module for any number of context-parallel ranks: a kernel, chosen once (``choose.py``), and a form that lets queries
 meet all keys. With one rank that is a ring of one: the kernel itself, over whole sequences.
@@ -11,13 +12,12 @@ values.
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Literal
 
 from torch import Tensor, nn
 
-from megatron.core.attention.choose import UNEQUAL_HEADS, Choice, make_kernel
+from megatron.core.attention.choose import UNEQUAL_HEADS, make_kernel, request_of
 from megatron.core.attention.context_parallel.forms import EqualHeads, WholeSequence, layout_of_layer
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask
@@ -36,7 +36,8 @@ class CoreAttention(nn.Module):
     """Query [s, b, a, d], key [t, b, g, d] and value [t, b, g, e] of this rank's tokens -> [s, b, a * e].
 
     Args:
-        attention_type: ``cross``: keys are of another sequence than queries, and no window is on them.
+        attention_type: ``cross``: keys are of another sequence than queries, and no window is on them. ``relative``:
+            scores get a bias by head and distance, which ``forward`` is given.
         softmax_scale: None: ``config.softmax_scale``, or 1 / sqrt(d).
         k_channels: d; None: ``config.kv_channels``.
         v_channels: e; None: d.
@@ -50,7 +51,7 @@ class CoreAttention(nn.Module):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        attention_type: Literal["self", "cross"] = "self",
+        attention_type: Literal["self", "relative", "cross"] = "self",
         *,
         groups: ProcessGroups,
         softmax_scale: float | None = None,
@@ -65,18 +66,17 @@ class CoreAttention(nn.Module):
             )
         self.shared = groups.cp.size > 1
         causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
-        if attention_type == "cross":
-            config = copy.copy(config)
-            causal, config.window_size = False, None
         window = layer_window(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.visibility = Visibility(causal, window)
-        site = "attention" if attention_type == "self" else "cross attention"
+        is_cross, biased = attention_type == "cross", attention_type == "relative"
+        self.visibility = Visibility(False) if is_cross else Visibility(causal, window)
+        site = "cross attention" if is_cross else "attention"
         self.rate, self.site = config.attention_dropout, ("layer", layer_number, site)
         layout = layout_of_layer(config, layer_number, groups)
         keys = k_channels or config.kv_channels
         values = v_channels or keys
         scale = softmax_scale or config.softmax_scale or 1.0 / math.sqrt(keys)
-        self.choice, kernel = make_kernel(config, layer_number, scale, layout.needs, max(keys, values))
+        request = request_of(config, self.visibility.window, layout.needs, max(keys, values), biased=biased)
+        self.choice, kernel = make_kernel(request, config, layer_number, scale)
         """The kernel that was chosen, and why."""
         self.form, self.first_head = layout.form(kernel), layout.first_head
         self._filled = ""
@@ -97,7 +97,7 @@ class CoreAttention(nn.Module):
         position_bias: Tensor | None = None,
     ) -> Tensor:
         """``attention_mask`` bool, True where hidden, broadcasts to [b, a, s, t] and adds to causality and window;
-        ``position_bias`` is added to scores, by :class:`BiasedAttention` alone.
+        ``position_bias`` [a, n] is added to scores by head and distance (``position_bias.py``).
         Boundaries of packed documents count tokens of the whole sequences."""
         documents = packed_seq_params
         if documents is not None and documents.cu_seqlens_q is None:
@@ -125,20 +125,3 @@ class CoreAttention(nn.Module):
                 "set attention_dropout to 0 or call eval()"
             )
         return WeightDropout(at.stream, self.rate, self.site, self.first_head, at.sample_b)
-
-
-class BiasedAttention(CoreAttention):
-    """Attention whose scores get a bias per head and pair of positions, which kernels do not know the gradient of."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        *,
-        groups: ProcessGroups,
-    ) -> None:
-        config = copy.copy(config)
-        config.attention_backend = "unfused"
-        super().__init__(config, layer_number, attn_mask_type, groups=groups)
-        self.choice = Choice("unfused", "relative positions add to the scores")

@@ -32,7 +32,7 @@ class Mask:
     dropout: WeightDropout | None = None
     """Dropout of the attention weights; plain path only."""
     bias: Tensor | None = None
-    """Added to scaled scores, broadcasts to [b, a, q, k]; plain path only."""
+    """Added to scaled scores by head and distance, [a, n] (``position_bias.py``)."""
 
     @property
     def bounds(self) -> tuple[Bounds, Bounds] | None:

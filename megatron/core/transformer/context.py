@@ -35,7 +35,7 @@ class ForwardContext:
     rotary_pos_emb_local: RotaryTables | None = None
     """Rotations in layers with a sliding window; None: those of all layers."""
     position_bias: Tensor | None = None
-    """Added to the scores of self-attention, broadcasts to [b, heads, queries, keys]."""
+    """[heads, distances]: added to the scores of self-attention (``attention/position_bias.py``)."""
     encoder_output: Tensor | None = None
     """[e, b, h], of which cross-attention makes keys and values."""
     encoder_documents: PackedSeqParams | None = None
@@ -66,7 +66,6 @@ class ForwardContext:
                 rotary_pos_emb=rotary,
                 rotary_pos_emb_local=rotary_local,
                 dropout=None if dropout is None else replace(dropout, sample_b=part(dropout.sample_b, half)),
-                position_bias=None if self.position_bias is None else part(self.position_bias, half),
                 encoder_output=None if self.encoder_output is None else part(self.encoder_output, half, 1),
                 side_losses=None if side is None else side._replace(tokens_b=part(side.tokens_b, half)),
                 overlap=True,

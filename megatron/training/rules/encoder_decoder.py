@@ -67,9 +67,3 @@ def relative_positions_fit(cfg: PretrainConfig) -> Problems:
     if distance <= buckets // 2:
         reason = f"must be more than half of {names_of('relative_attention_num_buckets')} {buckets}"
         yield problem(cfg, "relative_attention_max_distance", reason, f"at least {buckets // 2 + 1}")
-    fix = "--position-embedding-type rope or learned_absolute"
-    if cfg.context_parallel_size > 1:
-        reason = "excludes --context-parallel-size > 1: a rank has no bias for pairs of others' positions"
-        yield problem(cfg, "position_embedding_type", reason, fix)
-    if cfg.softmax_type != "vanilla":
-        yield problem(cfg, "position_embedding_type", f"excludes --softmax-type {cfg.softmax_type}", fix)

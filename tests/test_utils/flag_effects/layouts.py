@@ -113,7 +113,8 @@ def attention_kernel(cfg):
     from megatron.core.attention.choose import choose_kernel, request_of
     from megatron.training.arguments import core_transformer_config_from_args
 
-    request = request_of(core_transformer_config_from_args(cfg), 1)
+    config = core_transformer_config_from_args(cfg)
+    request = request_of(config, config.window_size)
     return choose_kernel(dataclasses.replace(request, capability=(9, 0), flash_packages=(2, 3))).kernel
 
 

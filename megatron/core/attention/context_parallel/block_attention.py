@@ -205,6 +205,8 @@ class BlockGradients:
         self.kernel = kernel
         self.grad_out, self.query, self.out, self.lse = grad, query, out, lse
         self._grad_query = GradientSum(1, query)
+        self.grad_bias: Tensor | None = None
+        """Over all blocks, of the bias that the kernel has set, if any."""
 
     def add_block(self, keys_values: Tensor, tiles: tuple[Tile, ...], sums: GradientSum) -> None:
         """Add the gradients of a block's ``keys_values`` [2, s, b, g, d] to ``sums``."""
@@ -217,7 +219,9 @@ class BlockGradients:
                 tile,
             )  # fmt: skip
             self._grad_query.add([grad_query], _rows(tile), tile.query)
-            sums.add(grads, _rows(tile), tile.key)
+            sums.add(grads[:2], _rows(tile), tile.key)
+            for of_bias in grads[2:]:
+                self.grad_bias = of_bias if self.grad_bias is None else self.grad_bias + of_bias
         for at in packed:
             self._add_packed(keys_values, at, sums)
 

@@ -15,7 +15,7 @@ Legend: s sequence (local), b batch, a query heads, g key/value groups, d head d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ _ALONE = Group("alone")
 
 @dataclass(frozen=True)
 class _Plan:
-    """One call of a form: the tiles of each block of keys, kernel, dropout and group."""
+    """One call of a form: the tiles of each block of keys, kernel with dropout and bias, group."""
 
     group: Group
     kernel: Kernel
@@ -54,7 +54,9 @@ class _Ring(torch.autograd.Function):
     """Forward keeps query, own keys and values, output and log-sum-exp; backward sends keys and values round again."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
+    ) -> Tensor:
         own = held = torch.stack((key, value))  # one message a step instead of two
         softmax = OnlineSoftmax(query, plan.kernel)
         for step, tiles in enumerate(plan.blocks):
@@ -88,14 +90,17 @@ class _Ring(torch.autograd.Function):
         sums = GradientSum(2, own[0], travelling)
         gradients.add_block(own, plan.blocks[0], sums)
         grad_key, grad_value = sums.result()
-        return gradients.grad_query(), grad_key, grad_value, _sink_gradient(grad, out, lse, sink), None
+        of_sink = None if sink is None else sink_gradient(grad, out, lse, sink)
+        return gradients.grad_query(), grad_key, grad_value, of_sink, gradients.grad_bias, None
 
 
 class _AllGather(torch.autograd.Function):
     """Forward keeps query, own keys and values, output and log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, plan: _Plan) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, bias: Tensor | None, plan: _Plan
+    ) -> Tensor:
         own = torch.stack((key, value))
         everything = _gather_whole(own, plan.group)
         softmax = OnlineSoftmax(query, plan.kernel)
@@ -114,11 +119,8 @@ class _AllGather(torch.autograd.Function):
         sums = GradientSum(2, everything[0])
         gradients.add_block(everything, plan.blocks[0], sums)
         grad_key, grad_value = _sum_local(sums.total(), plan.group).to(query.dtype)
-        return gradients.grad_query(), grad_key, grad_value, _sink_gradient(grad, out, lse, sink), None
-
-
-def _sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None) -> Tensor | None:
-    return None if sink is None else sink_gradient(grad, out, lse, sink)
+        of_sink = None if sink is None else sink_gradient(grad, out, lse, sink)
+        return gradients.grad_query(), grad_key, grad_value, of_sink, gradients.grad_bias, None
 
 
 def _gather_whole(own: Tensor, group: Group) -> Tensor:
@@ -141,8 +143,6 @@ def _sum_local(total: Tensor, group: Group) -> Tensor:
 
 
 def _refuse_dense(mask: Mask) -> None:
-    if mask.bias is not None:
-        raise UserError("position_embedding_type relative: not with context parallelism or attention sinks")
     if mask.hidden is not None:
         raise UserError(
             "attention_mask: context parallelism and attention sinks take no dense masks; describe documents by "
@@ -193,10 +193,10 @@ class _BlockAttention:
         _refuse_dense(mask)
         length, key_length = (len(x) * self.group.size for x in (query, key))
         queries, kernel = zigzag.spans(length, self.group.rank, self.group.size), self.kernel
-        if mask.dropout is not None:
+        merge = mask.dropout is None and mask.bias is None  # both go by positions
+        if not merge:
             assert isinstance(kernel, UnfusedAttention)
-            kernel = kernel.dropping(mask.dropout)
-        merge = mask.dropout is None  # a mask of dropout goes by positions
+            kernel = kernel.with_mask(mask)
         documents, of_keys = mask.bounds or (None, None)
         others = None if of_keys is None or of_keys is documents else (of_keys, key_length)
         tiles = (plan_tiles(queries, keys, mask.visibility, length, documents, merge, others) for keys in blocks)
@@ -209,7 +209,7 @@ class RingAttention(_BlockAttention):
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         size, rank = self.group.size, self.group.rank
         spans = [zigzag.spans(len(key) * size, (rank - step) % size, size) for step in range(size)]
-        return _Ring.apply(query, key, value, sink, self._plan(query, key, mask, spans))
+        return _Ring.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, spans))
 
 
 class AllGatherAttention(_BlockAttention):
@@ -217,7 +217,7 @@ class AllGatherAttention(_BlockAttention):
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, sink: Tensor | None = None) -> Tensor:
         everything = ((0, len(key) * self.group.size),)
-        return _AllGather.apply(query, key, value, sink, self._plan(query, key, mask, [everything]))
+        return _AllGather.apply(query, key, value, sink, mask.bias, self._plan(query, key, mask, [everything]))
 
 
 @dataclass(frozen=True)
@@ -242,8 +242,8 @@ class AllToAllAttention:
         """query [s, b, a, d], key and value [s, b, g, d] -> [s, b, a, d]; a and g are multiples of the group's size."""
         _refuse_dense(mask)
         query, key, value = scatter_heads((query, key, value), self.group)
-        own = None if sink is None else sink.chunk(self.group.size)[self.group.rank]
-        return gather_heads(self.inner(query, key, value, mask, own), self.group)
+        own, bias = (None if x is None else x.chunk(self.group.size)[self.group.rank] for x in (sink, mask.bias))
+        return gather_heads(self.inner(query, key, value, replace(mask, bias=bias), own), self.group)
 
 
 class Layout(NamedTuple):

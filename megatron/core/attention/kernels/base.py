@@ -27,6 +27,7 @@ from megatron.core.config.errors import UserError
 Form = Literal["whole", "gather", "ring"]
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 NO_SOFT_CAP = "it does not cap logits (--attn-logit-softcapping)"
+NO_BIAS = "it gives no gradient of a bias (--position-embedding-type relative)"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,13 @@ class Request:
     """``--attn-logit-softcapping``."""
     cudnn_version: int | None = None
     """Torch's cuDNN, 91300 for 9.13; None: it has none."""
+    biased: bool = False
+    """Whether scores get a bias by distance (``position_bias.py``)."""
+
+    @property
+    def unusual_scores(self) -> str | None:
+        """Why a kernel of scaled products alone cannot serve; None where it can."""
+        return NO_BIAS if self.biased else None if self.soft_cap is None else NO_SOFT_CAP
 
     @property
     def situation(self) -> str:
@@ -65,6 +73,7 @@ class Request:
         parts += [] if self.window is None else ["window {},{}".format(*self.window)]
         parts += ["attention sinks"] if self.sink else []
         parts += [] if self.soft_cap is None else [f"logits capped at {self.soft_cap:g}"]
+        parts += ["bias by distance"] if self.biased else []
         return ", ".join(parts + (["deterministic"] if self.deterministic else []))
 
     @property
@@ -93,9 +102,9 @@ class Kernel(Protocol):
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's share of the gradients of query, key and value; ``out`` and ``lse`` are those over *all*
-        blocks, with which the shares are exact."""
+    ) -> tuple[Tensor, ...]:
+        """This block's share of the gradients of query, key, value and the bias that is set, if one is; ``out`` and
+        ``lse`` are those over *all* blocks, with which the shares are exact."""
         ...
 
 

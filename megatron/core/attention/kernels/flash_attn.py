@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.attention.kernels.base import NO_SOFT_CAP, FlashKernel, Request
+from megatron.core.attention.kernels.base import FlashKernel, Request
 from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
 from megatron.core.extensions.flash_attn import INSTALL, MODULES
@@ -22,8 +22,8 @@ def supports(version: int, request: Request) -> str | None:
     """Why this version cannot serve; None where it can."""
     if version not in request.flash_packages:
         return f"the package is not installed; install it: {INSTALL[version]}"
-    if request.soft_cap is not None:
-        return NO_SOFT_CAP
+    if request.unusual_scores is not None:
+        return request.unusual_scores
     if request.sink:
         return "the package gives no gradients by a log-sum-exp, which --softmax-type needs"
     if request.blocks:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.attention.kernels.base import NO_SOFT_CAP, FlashKernel, Request
+from megatron.core.attention.kernels.base import FlashKernel, Request
 from megatron.core.attention.masks import Mask
 from megatron.core.attention.tiles import Tile, whole_tile
 from megatron.core.attention.window import Window
@@ -67,8 +67,8 @@ def supports(request: Request) -> str | None:
         return "it is for Hopper and Blackwell (sm_90, sm_100)"
     if 4 not in request.flash_packages:
         return f"the package is not installed; install it: {INSTALL[4]}"
-    if request.soft_cap is not None:
-        return NO_SOFT_CAP
+    if request.unusual_scores is not None:
+        return request.unusual_scores
     if not request.fits_flash:
         return "it takes bfloat16 or float16 and head dims that are multiples of 8 up to 256"
     if request.capability[0] == 10 and 128 < request.channels < 256:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.core.attention.kernels.base import NO_SOFT_CAP, SIXTEEN_BIT, FlashKernel, Request
+from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Request
 from megatron.core.attention.kernels.padded_rows import attend_padded_rows
 from megatron.core.attention.masks import Mask, hidden_pairs
 from megatron.core.attention.tiles import Tile, whole_tile
@@ -54,8 +54,8 @@ pass is reported to make NaN of rows with small logits under a mask (pytorch/pyt
 
 def cudnn_supports(request: Request) -> str | None:
     """Why cuDNN cannot train with such heads; None where it can."""
-    if request.soft_cap is not None:
-        return NO_SOFT_CAP
+    if request.unusual_scores is not None:
+        return request.unusual_scores
     if request.deterministic:
         return "cuDNN's backward pass does not repeat its bits"
     if request.capability is None or request.capability < (8, 0):
@@ -71,8 +71,8 @@ def cudnn_supports(request: Request) -> str | None:
 
 def flash_supports(request: Request) -> str | None:
     """Why torch's flash kernel cannot serve; None where it can."""
-    if request.soft_cap is not None:
-        return NO_SOFT_CAP
+    if request.unusual_scores is not None:
+        return request.unusual_scores
     if not request.fits_flash:
         return "no flash kernel takes such heads (multiples of 8 up to 256, bfloat16 or float16, from sm_80 on)"
     return None
@@ -80,8 +80,8 @@ def flash_supports(request: Request) -> str | None:
 
 def efficient_supports(request: Request) -> str | None:
     """Why the memory-efficient kernel cannot serve; None where it can."""
-    if request.soft_cap is not None:
-        return NO_SOFT_CAP
+    if request.unusual_scores is not None:
+        return request.unusual_scores
     if request.dtype == torch.float64 or request.channels * request.dtype.itemsize % 16:
         return "the memory-efficient kernel reads rows of heads in pieces of 16 bytes, of at most float32"
     return None
@@ -89,7 +89,7 @@ def efficient_supports(request: Request) -> str | None:
 
 def math_supports(request: Request) -> str | None:
     """Why torch's plain kernel cannot serve; None where it can."""
-    return None if request.soft_cap is None else NO_SOFT_CAP
+    return request.unusual_scores
 
 
 class TorchAttention(FlashKernel):

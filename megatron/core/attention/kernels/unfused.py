@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.core.attention.dropout import WeightDropout
 from megatron.core.attention.masks import Mask, document_mask, hidden_pairs
+from megatron.core.attention.position_bias import of_distances, of_pairs
 from megatron.core.attention.tiles import Tile, whole_tile
 
 
@@ -33,7 +34,8 @@ class UnfusedAttention:
     ) -> None:  # fmt: skip
         self.scale, self.layer_scale, self.soft_cap = scale, layer_scale, soft_cap
         self.dropout: WeightDropout | None = None
-        """Dropout of blocks; for whole sequences the mask has it."""
+        """Dropout of blocks, as ``bias`` below; for whole sequences the mask has them."""
+        self.bias: Tensor | None = None
         self._softmax = self._softmax_in_fp32 if softmax_in_fp32 else self._softmax_in_own_dtype
 
     def _softmax_in_fp32(self, scores: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ class UnfusedAttention:
             cap = self.soft_cap / self.layer_scale
             scores = torch.tanh(scores / cap) * cap
         if mask.bias is not None:
-            scores = scores + mask.bias / self.layer_scale
+            scores = scores + (of_pairs(mask.bias, tile) / self.layer_scale).to(scores.dtype)
         masks = [hidden_pairs(tile, query.device), mask.hidden]
         if mask.documents is not None and mask.documents.cu_seqlens_q is not None:
             masks.append(document_mask(mask.documents, batch, num_queries, num_keys))
@@ -70,10 +72,10 @@ class UnfusedAttention:
         mixed = torch.matmul(weights, value.permute(1, 2, 0, 3)).view(batch, heads, num_queries, value.shape[-1])
         return mixed.permute(2, 0, 1, 3)
 
-    def dropping(self, dropout: WeightDropout) -> UnfusedAttention:
-        """The same for the blocks of one micro-batch, with dropout."""
+    def with_mask(self, mask: Mask) -> UnfusedAttention:
+        """The same for the blocks of one micro-batch, with the mask's dropout and bias."""
         kernel = copy.copy(self)
-        kernel.dropout = dropout
+        kernel.dropout, kernel.bias = mask.dropout, mask.bias
         return kernel
 
     def _scores(self, query: Tensor, key: Tensor, tile: Tile) -> tuple[Tensor, Tensor | float]:
@@ -84,6 +86,8 @@ class UnfusedAttention:
         if self.soft_cap is not None:
             share = torch.tanh(scores / self.soft_cap)
             scores, slope = share * self.soft_cap, (1 - share.square()) * self.scale
+        if self.bias is not None:
+            scores = scores + _wide(of_pairs(self.bias, tile)).unflatten(0, scores.shape[1:3])
         hidden = hidden_pairs(tile, query.device)
         return scores if hidden is None else scores.masked_fill(hidden, -torch.inf), slope
 
@@ -99,7 +103,7 @@ class UnfusedAttention:
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """As :meth:`Kernel.backward`; gradients in fp32 or fp64."""
         grad, query, key, value, out = (_wide(x) for x in (grad, query, key, value, out))
         groups = (key.shape[1], -1)
@@ -114,10 +118,12 @@ class UnfusedAttention:
             factors = self.dropout.factors(tile, query.shape[1], weights.dtype).view_as(weights)
             dropped, grad_weights = weights * factors, grad_weights * factors
         grad_value = torch.matmul(dropped.transpose(-1, -2), grad).sum(2)
-        grad_scores = weights * (grad_weights - delta) * slope
+        grad_scores = weights * (grad_weights - delta)
+        of_bias = () if self.bias is None else (of_distances(grad_scores.sum(0).flatten(0, 1), self.bias, tile),)
+        grad_scores *= slope
         grad_query = torch.matmul(grad_scores, key.unsqueeze(2)).flatten(1, 2)
         grad_key = torch.matmul(grad_scores.transpose(-1, -2), query.unflatten(1, groups)).sum(2)
-        return grad_query, grad_key, grad_value
+        return grad_query, grad_key, grad_value, *of_bias
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Distances key - query share out into buckets: the nearer ones have one each, the others grow by a factor up to the
 longest, behind which all are one bucket. Every head has a number per bucket; all layers of a stack use the same table.
 
-Legend: q queries, k keys, n buckets, a heads (local).
+Legend: n buckets, a heads (local).
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class RelativePositionEmbedding(nn.Module):
 
 
 def position_bias(table: Tensor, length: int, *, max_distance: int, bidirectional: bool) -> Tensor:
-    """[1, a, q, k] of ``table`` [n, a] for a sequence attending to itself."""
-    place = torch.arange(length, device=table.device)
-    number = buckets(place - place[:, None], len(table), max_distance, bidirectional)
-    return F.embedding(number, table).permute(2, 0, 1).unsqueeze(0)
+    """[a, 2 * length - 1], fp32 (fp64 for fp64): of ``table`` [n, a], by distance, for whole sequences of ``length``
+    that attend to themselves (``attention/position_bias.py``)."""
+    number = buckets(torch.arange(1 - length, length, device=table.device), len(table), max_distance, bidirectional)
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))  # all pairs of all layers add to its gradient
+    return F.embedding(number, wide).t().contiguous()
 
 
 def buckets(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:

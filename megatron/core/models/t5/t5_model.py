@@ -215,8 +215,8 @@ class T5Model(LanguageModule):
         """``context`` with the relative positions of a stack of which there are layers here."""
         if table is None or not len(stack.layers):
             return context
-        table, both = table.to(self.config.params_dtype), stack is self.encoder
-        bias = position_bias(table, length, max_distance=self.max_distance, bidirectional=both)
+        whole, both = length * self.groups.cp.size, stack is self.encoder
+        bias = position_bias(table, whole, max_distance=self.max_distance, bidirectional=both)
         return replace(context, position_bias=bias)
 
 

@@ -4,8 +4,9 @@ output between self-attention and the feed-forward network."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from megatron.core.attention.dot_product_attention import BiasedAttention, CoreAttention
+from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import Backend, get_backend
 from megatron.core.models.common.layer_specs import encoder_spec, layer_spec
@@ -42,7 +43,7 @@ def get_t5_block_specs(
     """Encoder and decoder, as the configuration asks for them."""
     backend = get_backend("transformer_engine" if use_transformer_engine else "local")
     if relative_positions:
-        backend = replace(backend, core_attention=BiasedAttention)
+        backend = replace(backend, core_attention=partial(CoreAttention, attention_type="relative"))
     norms = config.qk_layernorm, config.qk_l2_norm
     return encoder_spec(backend, config.num_layers, *norms), _decoder(backend, decoder_num_layers, *norms)
 

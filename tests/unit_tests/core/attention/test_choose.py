@@ -54,6 +54,9 @@ def request(**changes):
         ({"soft_cap": 50.0, "dtype": torch.float32}, "unfused", "not torch SDPA, math: it does not cap logits"),
         ({"soft_cap": 50.0, "form": "ring", "flash_packages": (4,)}, "unfused", "not flash-attn, FlashAttention 4: it"),
         ({"soft_cap": 50.0, "capability": None}, "unfused", "no GPU"),
+        ({"biased": True}, "unfused", "bias by distance"),
+        ({"biased": True, "form": "ring"}, "unfused", "sm_90"),
+        ({"biased": True, "capability": None}, "unfused", "no GPU"),
     ],
 )
 def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason):
@@ -76,6 +79,8 @@ def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason
         ({"flash_version": 2, "flash_packages": (2,), "backend": "fused"}, "contradicts --attention-backend fused"),
         ({"flash_version": 2, "flash_packages": (2,), "capability": None}, "on a GPU"),
         ({"soft_cap": 50.0, "backend": "fused"}, "it does not cap logits"),
+        ({"biased": True, "backend": "fused"}, "it gives no gradient of a bias.*choose --attention-backend auto"),
+        ({"biased": True, "backend": "flash"}, "it gives no gradient of a bias"),
         ({"soft_cap": 50.0, "backend": "flash", "window": (9, 0)}, "it does not cap logits"),
         ({"soft_cap": 50.0, "flash_version": 2, "flash_packages": (2,)}, "it does not cap logits"),
     ],
@@ -125,7 +130,7 @@ def test_flash_attn_equals_the_reference_for_rows_windows_and_documents(version,
     )  # fmt: skip
     hopper = request(backend="flash", flash_version=version, flash_packages=(version,), channels=8)
     reference = reference_attention(config, 1, mask_type)
-    monkeypatch.setattr("megatron.core.attention.choose.request_of", lambda *_: hopper)
+    monkeypatch.setattr("megatron.core.attention.dot_product_attention.request_of", lambda *_, **__: hopper)
     core = CoreAttention(config, 1, mask_type, groups=SINGLE_PROCESS)
     assert isinstance(core.form.kernel, FlashAttentionPackage) and core.choice.kernel == f"flash-attn {version}"
     query, key, value = (torch.randn(9, 2, n, 6, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))

@@ -30,8 +30,6 @@ def problems(text, world_size=1, family="t5"):
     (DECODER + "--softmax-type learnable", 1, "--softmax-type learnable", "choose vanilla or off-by-one"),
     (DECODER + "--group-query-attention --num-query-groups 2 --tensor-model-parallel-size 4", 4,
      "--num-query-groups 2", "as cross-attention needs"),
-    (RELATIVE + "--context-parallel-size 2", 2, "--position-embedding-type relative", "--context-parallel-size > 1"),
-    (RELATIVE + "--softmax-type off-by-one", 1, "--position-embedding-type relative", "excludes --softmax-type"),
     (DECODER + "--scale-decoder-outputs --untie-embeddings-and-output-weights", 1, "--scale-decoder-outputs",
      "contradicts --untie-embeddings-and-output-weights"),
     (RELATIVE + "--relative-attention-num-buckets 7", 1, "--relative-attention-num-buckets 7", "is odd"),
@@ -48,6 +46,7 @@ def test_what_two_stacks_cannot_be_is_refused(text, world_size, flag, reason):
 @pytest.mark.parametrize("text, world_size", [
     (DECODER, 1),
     (DECODER + "--decoder-num-layers 5 --pipeline-model-parallel-size 4", 4),
+    (RELATIVE + "--context-parallel-size 2 --softmax-type off-by-one", 2),
     (RELATIVE + "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4),
     (DECODER + "--context-parallel-size 2 --pipeline-model-parallel-layout Etta|aftL --pipeline-model-parallel-size 2",
      4),

@@ -29,6 +29,12 @@ CASES = {
     "dropout": {"attention_dropout": 0.3},
     "packed dropout": {"packed": True, "attention_dropout": 0.3},
     "unfused": {"attention_backend": "unfused", "packed": True},
+    "relative": {"biased": True},
+    "relative, all pairs": {"biased": True, "mask": AttnMaskType.no_mask},
+    "packed, relative, all pairs, sink": {
+        "biased": True, "packed": True, "mask": AttnMaskType.no_mask, "softmax_type": "off-by-one"
+    },
+    "relative window, dropout": {"biased": True, "window_size": (6, 0), "attention_dropout": 0.3},
 }
 FORMS = ["p2p", "allgather", "a2a", "a2a+p2p"]
 
@@ -50,14 +56,14 @@ def coordinates(positions):
     return DropoutCoordinates(DropoutStream(1), torch.tensor([5, 9]), positions)
 
 
-def attend(core, inputs, packed, positions):
-    """Output and gradients of query, key and value."""
-    query, key, value = (x.clone().requires_grad_() for x in inputs[:3])
+def attend(core, inputs, packed, positions, bias=None):
+    """Output and gradients of query, key, value, and bias if there is one."""
+    leaves = [x.clone().requires_grad_() for x in (*inputs[:3], *([] if bias is None else [bias]))]
     bounds = torch.tensor(DOCUMENTS, dtype=torch.int32)
-    output = core(query, key, value, None, PackedSeqParams(cu_seqlens_q=bounds) if packed else None,
-                  coordinates(positions))  # fmt: skip
+    output = core(*leaves[:3], None, PackedSeqParams(cu_seqlens_q=bounds) if packed else None,
+                  coordinates(positions), *leaves[3:])  # fmt: skip
     output.backward(inputs[3])
-    return [output.detach(), query.grad, key.grad, value.grad]
+    return [output.detach(), *(x.grad for x in leaves)]
 
 
 def largest_differences(rank, size, form, levels, heads, kv_groups):
@@ -70,13 +76,18 @@ def largest_differences(rank, size, form, levels, heads, kv_groups):
     for name, case in CASES.items():
         case = dict(case)
         packed, mask = case.pop("packed", False), case.pop("mask", AttnMaskType.causal)
+        biased = case.pop("biased", False)
+        bias = torch.randn(heads, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+        bias = bias if biased else None
         reference = reference_attention(make_config(heads, kv_groups, **case), 2, mask)
-        expected = attend(reference, whole, packed, torch.arange(LENGTH))
+        expected = attend(reference, whole, packed, torch.arange(LENGTH), bias)
         config = make_config(heads, kv_groups, context_parallel_size=size, cp_comm_type=[form], **case)
-        core = CoreAttention(config, 2, mask, groups=groups)
+        core = CoreAttention(config, 2, mask, "relative" if biased else "self", groups=groups)
         local = [zigzag.local_part(x, rank, size, dim=0) for x in whole]
-        results = attend(core, local, packed, zigzag.positions(LENGTH, rank, size))
-        parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected]
+        results = attend(core, local, packed, zigzag.positions(LENGTH, rank, size), bias)
+        parts = [zigzag.local_part(x, rank, size, dim=0) for x in expected[:4]] + expected[4:]
+        for share in results[4:]:  # every rank has seen some pairs
+            torch.distributed.all_reduce(share, group=groups.cp.handle)
         differences[name] = max(
             ((part - result).norm() / part.norm()).item() for part, result in zip(parts, results, strict=True)
         )
