@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.core.attention.context_parallel.bands import bands_are_right
-from megatron.core.attention.kernels import flash_attn, flash_attn_4, torch_sdpa
+from megatron.core.attention.kernels import flash_attn, flash_attn_4, relative, torch_sdpa
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Form, Kernel, Request
 from megatron.core.attention.kernels.unfused import UnfusedAttention
 from megatron.core.attention.sink import has_sink
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 TITLES = {
     **torch_sdpa.TITLES,
     "unfused": "unfused torch operations",
+    "triton": "Triton kernels for relative positions",
     "flash-attn 2": "flash-attn, FlashAttention 2",
     "flash-attn 3": "flash-attn, FlashAttention 3",
     "flash-attn 4": "flash-attn, FlashAttention 4",
@@ -40,6 +41,7 @@ _SUPPORTS: dict[str, Callable[[Request], str | None]] = {
     "efficient": torch_sdpa.efficient_supports,
     "math": torch_sdpa.math_supports,
     "unfused": lambda request: None,
+    "triton": relative.supports,
     "flash-attn 2": lambda request: flash_attn.supports(2, request),
     "flash-attn 3": lambda request: flash_attn.supports(3, request),
     "flash-attn 4": flash_attn_4.supports,
@@ -132,7 +134,7 @@ def _candidates(request: Request) -> Iterator[str]:
         return
     assert request.capability is not None
     if request.biased and request.backend == "auto":
-        yield "unfused"
+        yield from ("triton", "unfused")
         return
     banded = request.window is not None and not request.blocks
     if request.dtype in SIXTEEN_BIT:
@@ -193,6 +195,8 @@ def _build(choice: Choice, request: Request, scale: float, config: TransformerCo
             softmax_in_fp32=config.attention_softmax_in_fp32 or config.apply_query_key_layer_scaling,
             soft_cap=config.attn_logit_softcapping,
         )  # fmt: skip
+    if name == "triton":
+        return relative.RelativeAttention(scale)
     if name == "flash-attn 4":
         kernel = flash_attn_4.FlashAttention4(scale, deterministic=deterministic)
         if request.backend != "auto" or request.flash_version is not None:

@@ -40,6 +40,8 @@ class PackedSeqParams:
     """The same of ``cu_seqlens_kv``, where keys are of another sequence than queries."""
     _split: tuple[int, PackedSeqParams | None] | None = field(default=None, repr=False, compare=False)
     """What :meth:`whole_rows` found: all layers ask."""
+    _ranges: Tensor | None = field(default=None, init=False, repr=False, compare=False)
+    """What :meth:`ranges` found: all layers ask for the same."""
 
     @classmethod
     def of_lengths(cls, lengths: Tensor, length: int) -> PackedSeqParams:
@@ -122,6 +124,16 @@ class PackedSeqParams:
             self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys, _split=None
         )
         return whole, rest
+
+    def ranges(self, batch: int, length: int) -> Tensor:
+        """int32 [2, batch, length]: where in its row each token's document begins, and where it has ended."""
+        bounds = self.cu_seqlens_q
+        assert bounds is not None and self.cu_seqlens_k is bounds, "documents of one sequence"
+        if self._ranges is None:
+            tokens = torch.arange(batch * length, device=bounds.device, dtype=torch.int32)
+            number, start = torch.bucketize(tokens, bounds[1:], right=True), tokens - tokens % length
+            self._ranges = torch.stack((bounds[number] - start, bounds[number + 1] - start)).view(2, batch, length)
+        return self._ranges
 
     def check(self, batch: int, length: int) -> None:
         """ValueError unless the documents are all tokens of ``batch`` rows of ``length``, none of them in two rows; on

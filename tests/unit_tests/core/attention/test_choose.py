@@ -54,12 +54,16 @@ def request(**changes):
         ({"soft_cap": 50.0, "dtype": torch.float32}, "unfused", "not torch SDPA, math: it does not cap logits"),
         ({"soft_cap": 50.0, "form": "ring", "flash_packages": (4,)}, "unfused", "not flash-attn, FlashAttention 4: it"),
         ({"soft_cap": 50.0, "capability": None}, "unfused", "no GPU"),
-        ({"biased": True}, "unfused", "bias by distance"),
-        ({"biased": True, "form": "ring"}, "unfused", "sm_90"),
+        ({"biased": True}, "triton", "bias by distance"),
+        ({"biased": True, "form": "ring"}, "unfused", "whole sequences without sinks, as --cp-comm-type a2a gives"),
+        ({"biased": True, "channels": 192}, "unfused", "Triton's kernels take heads of 16, 32, 64 or 128"),
+        ({"biased": True, "dtype": torch.float32}, "unfused", "bfloat16 or float16"),
+        ({"biased": True, "soft_cap": 5.0}, "unfused", "does not cap logits"),
         ({"biased": True, "capability": None}, "unfused", "no GPU"),
     ],
 )
-def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason):
+def test_the_kernel_follows_from_machine_shape_and_flags(changes, kernel, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     choice = choose_kernel(request(**changes))
     assert choice.kernel == kernel and reason in str(choice)
 

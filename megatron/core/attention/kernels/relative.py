@@ -1,0 +1,79 @@
+"""Triton kernels for scores with a bias by head and distance, over whole sequences (``fusions/relative_attention.py``).
+
+Legend: s sequence, b batch, a query heads, g key/value groups, d head dim, n distances.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.core.attention.kernels.base import NO_SOFT_CAP, SIXTEEN_BIT, Request
+from megatron.core.attention.masks import Mask
+from megatron.core.attention.position_bias import middle_of, of_distances
+from megatron.core.attention.tiles import Tile, whole_tile
+from megatron.core.config.errors import UserError
+from megatron.core.fusions.dispatch import kernels_serve
+from megatron.core.fusions.relative_attention import Pairs, relative_attention, relative_attention_backward
+
+
+def supports(request: Request) -> str | None:
+    """Why the kernels cannot serve; None where they can."""
+    if not kernels_serve(request.dtype) or request.dtype not in SIXTEEN_BIT:
+        return "Triton's kernels need the package, a GPU, and bfloat16 or float16"
+    if request.capability is None or request.capability < (8, 0) or request.channels not in (16, 32, 64, 128):
+        return "Triton's kernels take heads of 16, 32, 64 or 128 channels, from sm_80 on"
+    if request.blocks:
+        return "Triton's kernels take whole sequences without sinks, as --cp-comm-type a2a gives"
+    return None if request.soft_cap is None else NO_SOFT_CAP
+
+
+class _Attend(torch.autograd.Function):
+    """Forward keeps query, key, value, output, log-sum-exp and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, *args: Any) -> Tensor:
+        query, key, value, scale, tile, ranges = args
+        pairs = Pairs(middle_of(bias, tile), tile.left, tile.right, ranges)
+        out, lse = relative_attention(query, key, value, bias, scale, pairs)
+        ctx.save_for_backward(query, key, value, out, lse, bias)
+        ctx.scale, ctx.pairs, ctx.tile = scale, pairs, tile
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        bias, tile = ctx.saved_tensors[-1], ctx.tile
+        *grads, of_pairs = relative_attention_backward(grad, ctx.saved_tensors, ctx.scale, ctx.pairs)
+        return of_distances(of_pairs, bias, tile), *grads, None, None, None
+
+
+class RelativeAttention:
+    """Softmax attention with a bias by distance; padding and other documents by ranges of keys, no dense masks."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Tensor:
+        """As :meth:`Kernel.attend`."""
+        assert mask.dropout is None and mask.bias is not None
+        if mask.hidden is not None:
+            raise UserError(
+                "attention_mask: kernels for relative positions take no dense masks; describe documents by "
+                "packed_seq_params, or choose --attention-backend unfused"
+            )
+        tile, documents = whole_tile(len(query), len(key), mask.visibility), mask.documents
+        ranges = None if documents is None else documents.ranges(query.shape[1], len(query))
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return _Attend.apply(mask.bias, query, key, value, self.scale, tile, ranges).permute(2, 0, 1, 3)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Of blocks: never, as :func:`supports` says."""
+        raise NotImplementedError
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
+    ) -> tuple[Tensor, ...]:
+        """As :meth:`forward`."""
+        raise NotImplementedError

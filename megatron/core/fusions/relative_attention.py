@@ -1,0 +1,260 @@
+"""Attention with a bias by head and distance, as Triton kernels: no tensor of all pairs of positions.
+
+    s_ij = scale q_i . k_j + bias[head, j - i],   out = softmax(s) V,   lse = log sum exp s
+
+Forward and the gradients of queries, keys and values are FlashAttention's (Dao 2023), in three kernels without atomic
+additions: the same bits in every run. The one of queries also writes dS in 16 bits, for some rows of the batch at a
+time, which torch sums: a pass over memory instead of two GEMMs more. Plain torch: ``attention/kernels/unfused.py``.
+Inside, scores are in units of log 2, for exp2.
+
+Legend: s, t queries and keys, b batch, a query heads, g key/value groups, d head dim; M, N queries i, keys j of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.fusions.installed_triton import tl, triton
+
+Tiling = tuple[int, int, int, int]
+"""Queries and keys of a tile, warps, stages."""
+TILINGS: Mapping[str, Tiling] = {
+    "forward": (128, 64, 8, 3), "query": (128, 64, 8, 2), "keys": (64, 128, 8, 2)
+}  # fmt: skip
+"""Of forward and of each gradient."""
+_LARGEST = 2**28
+"""Elements of dS at a time, where several rows have more."""
+
+
+class Pairs(NamedTuple):
+    """Which pairs meet, and which bias they get."""
+
+    middle: int
+    """Where in a head's biases the distance from the first query to the first key stands."""
+    left: int | None = None
+    """Visible where j - i >= -left; None: no limit."""
+    right: int | None = None
+    ranges_2bs: Tensor | None = None
+    """int32: where the document of each token begins, and where it has ended. None: no documents."""
+
+
+if triton is not None:
+
+    @triton.jit
+    def _rows(base, place, count, stride, D: tl.constexpr, EVEN: tl.constexpr):
+        """[places, D] of rows ``stride`` apart, zeros outside."""
+        at = base + place[:, None].to(tl.int64) * stride + tl.arange(0, D)[None, :]
+        if EVEN:
+            rows = tl.load(at)
+        else:
+            rows = tl.load(at, mask=(place < count)[:, None], other=0.0)
+        return rows
+
+    @triton.jit
+    def _store_rows(base, x, place, count, stride, D: tl.constexpr):
+        at = base + place[:, None].to(tl.int64) * stride + tl.arange(0, D)[None, :]
+        tl.store(at, x.to(base.dtype.element_ty), mask=(place < count)[:, None])
+
+    @triton.jit
+    def _visible(
+        place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr
+    ):  # fmt: skip
+        """Where the document of each of ``own`` places begins and has ended, and the stretch of the ``others``, from a
+        multiple of STEP on, that any of them sees."""
+        first, last = place * 0, place * 0
+        low, high = tl.maximum(tl.min(place) - back, 0), tl.minimum(tl.max(place) + ahead + 1, others)
+        if DOCUMENTS:
+            first = tl.load(ranges + row * own + place, mask=place < own, other=1 << 30)
+            last = tl.load(ranges + (batch + row) * own + place, mask=place < own, other=0)
+            low, high = tl.maximum(low, tl.min(first)), tl.minimum(high, tl.max(last))
+        return first, last, low // STEP * STEP, high
+
+    @triton.jit
+    def _scores(
+        products, bias, i, j, seen, first, last, num_queries, num_keys, left, right,
+        BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+    ):  # fmt: skip
+        """``products`` with their bias, -inf where hidden; ``seen``, i or j, must lie within first and last."""
+        distance = j - i
+        if EVEN:
+            scores = products + tl.load(bias + distance)
+        else:
+            inside = (i < num_queries) & (j < num_keys)
+            scores = tl.where(inside, products + tl.load(bias + distance, mask=inside, other=0.0), float("-inf"))
+        if BAND:
+            scores = tl.where((distance >= -left) & (distance <= right), scores, float("-inf"))
+        if DOCUMENTS:
+            scores = tl.where((seen >= first) & (seen < last), scores, float("-inf"))
+        return scores
+
+    @triton.jit
+    def _log_sums(lse, i, num_queries):
+        """The log-sum-exp in units of log 2; 0 for queries that see nothing, whose weights exp2(-inf) are then 0."""
+        sums = tl.load(lse + i, mask=i < num_queries, other=0.0) * 1.4426950408889634
+        return tl.where(sums == float("-inf"), 0.0, sums)
+
+    @triton.jit
+    def _forward_kernel(
+        query, key, value, out, lse, bias, ranges, batch, heads, per_group, num_queries, num_keys,
+        distances, middle, left, right, scale, q_b, q_a, q_s, k_b, k_a, k_s, v_b, v_a, v_s, o_b, o_a, o_s,
+        D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+        M: tl.constexpr, N: tl.constexpr,
+    ):  # fmt: skip
+        """M queries of one head of one row."""
+        row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+        group, i = head // per_group, tl.program_id(0) * M + tl.arange(0, M)
+        q = _rows(query + row * q_b + head * q_a, i, num_queries, q_s, D, EVEN)
+        first, last, low, high = _visible(i, left, right, ranges, num_queries, num_keys, batch, row, N, DOCUMENTS)
+        largest, total = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+        mixed = tl.zeros((M, D), tl.float32)
+        for start in range(low, high, N):
+            j = start + tl.arange(0, N)
+            k = _rows(key + row * k_b + group * k_a, j, num_keys, k_s, D, EVEN)
+            scores = _scores(
+                tl.dot(q, tl.trans(k)) * scale, bias + head * distances + middle, i[:, None], j[None, :], j[None, :],
+                first[:, None], last[:, None], num_queries, num_keys, left, right, BAND, DOCUMENTS, EVEN,
+            )  # fmt: skip
+            new = tl.maximum(largest, tl.max(scores, 1))
+            origin = tl.where(new == float("-inf"), 0.0, new)  # a query that has seen no key
+            weights, fading = tl.exp2(scores - origin[:, None]), tl.exp2(largest - origin)
+            v = _rows(value + row * v_b + group * v_a, j, num_keys, v_s, D, EVEN)
+            mixed = tl.dot(weights.to(v.dtype), v, mixed * fading[:, None])
+            total = total * fading + tl.sum(weights, 1)
+            largest = new
+        seen = tl.where(total == 0.0, 1.0, total)
+        _store_rows(out + row * o_b + head * o_a, mixed / seen[:, None], i, num_queries, o_s, D)
+        sums = (largest + tl.log2(seen)) * 0.6931471805599453
+        tl.store(lse + (row * heads + head) * num_queries + i, sums, mask=i < num_queries)
+
+    @triton.jit
+    def _grad_query_kernel(
+        query, key, value, grad, out, grad_query, lse, delta, grad_pairs, bias, ranges, batch, heads, per_group,
+        num_queries, num_keys, distances, middle, left, right, scale, q_b, q_a, q_s, k_b, k_a, k_s, v_b, v_a, v_s,
+        g_b, g_a, g_s, o_b, o_a, o_s, dq_b, dq_a, dq_s,
+        D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+        M: tl.constexpr, N: tl.constexpr,
+    ):  # fmt: skip
+        """M queries of one head of one row; also writes dS, and delta = sum_d dO O for the next kernel."""
+        row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+        group, line = head // per_group, (row * heads + head) * num_queries
+        i = tl.program_id(0) * M + tl.arange(0, M)
+        q = _rows(query + row * q_b + head * q_a, i, num_queries, q_s, D, EVEN)
+        g = _rows(grad + row * g_b + head * g_a, i, num_queries, g_s, D, EVEN)
+        o = _rows(out + row * o_b + head * o_a, i, num_queries, o_s, D, EVEN)
+        product = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+        tl.store(delta + line + i, product, mask=i < num_queries)
+        sums = _log_sums(lse + line, i, num_queries)
+        first, last, low, high = _visible(i, left, right, ranges, num_queries, num_keys, batch, row, N, DOCUMENTS)
+        total = tl.zeros((M, D), tl.float32)
+        for start in range(low, high, N):
+            j = start + tl.arange(0, N)
+            k = _rows(key + row * k_b + group * k_a, j, num_keys, k_s, D, EVEN)
+            v = _rows(value + row * v_b + group * v_a, j, num_keys, v_s, D, EVEN)
+            scores = _scores(
+                tl.dot(q, tl.trans(k)) * scale, bias + head * distances + middle, i[:, None], j[None, :], j[None, :],
+                first[:, None], last[:, None], num_queries, num_keys, left, right, BAND, DOCUMENTS, EVEN,
+            )  # fmt: skip
+            grad_scores = tl.exp2(scores - sums[:, None]) * (tl.dot(g, tl.trans(v)) - product[:, None])
+            grad_scores = grad_scores.to(k.dtype)
+            total = tl.dot(grad_scores, k, total)
+            at = grad_pairs + line * num_keys + i[:, None] * num_keys + j[None, :]
+            tl.store(at, grad_scores, mask=(i < num_queries)[:, None] & (j < num_keys)[None, :])
+        total *= scale * 0.6931471805599453
+        _store_rows(grad_query + row * dq_b + head * dq_a, total, i, num_queries, dq_s, D)
+
+    @triton.jit
+    def _grad_keys_kernel(
+        query, key, value, grad, grad_key, grad_value, lse, delta, bias, ranges, batch, heads, per_group,
+        num_queries, num_keys, distances, middle, left, right, scale, q_b, q_a, q_s, k_b, k_a, k_s, v_b, v_a, v_s,
+        g_b, g_a, g_s, dk_b, dk_a, dk_s, dv_b, dv_a, dv_s,
+        D: tl.constexpr, BAND: tl.constexpr, DOCUMENTS: tl.constexpr, EVEN: tl.constexpr,
+        M: tl.constexpr, N: tl.constexpr,
+    ):  # fmt: skip
+        """N keys and values of one group of one row; tiles are [N, M], so that no GEMM turns one round."""
+        groups = heads // per_group
+        row, group = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+        j = tl.program_id(0) * N + tl.arange(0, N)
+        k = _rows(key + row * k_b + group * k_a, j, num_keys, k_s, D, EVEN)
+        v = _rows(value + row * v_b + group * v_a, j, num_keys, v_s, D, EVEN)
+        # documents of one sequence: a key sees the queries that see it
+        first, last, low, high = _visible(j, right, left, ranges, num_keys, num_queries, batch, row, M, DOCUMENTS)
+        total_k, total_v = tl.zeros((N, D), tl.float32), tl.zeros((N, D), tl.float32)
+        for head in range(group * per_group, (group + 1) * per_group):
+            line = (row * heads + head) * num_queries
+            for start in range(low, high, M):
+                i = start + tl.arange(0, M)
+                q = _rows(query + row * q_b + head * q_a, i, num_queries, q_s, D, EVEN)
+                g = _rows(grad + row * g_b + head * g_a, i, num_queries, g_s, D, EVEN)
+                product = tl.load(delta + line + i, mask=i < num_queries, other=0.0)
+                scores = _scores(
+                    tl.dot(k, tl.trans(q)) * scale, bias + head * distances + middle, i[None, :], j[:, None],
+                    i[None, :], first[:, None], last[:, None], num_queries, num_keys, left, right, BAND, DOCUMENTS,
+                    EVEN,
+                )  # fmt: skip
+                weights = tl.exp2(scores - _log_sums(lse + line, i, num_queries)[None, :])
+                total_v = tl.dot(weights.to(g.dtype), g, total_v)
+                grad_scores = weights * (tl.dot(v, tl.trans(g)) - product[None, :])
+                total_k = tl.dot(grad_scores.to(q.dtype), q, total_k)
+        total_k *= scale * 0.6931471805599453
+        _store_rows(grad_key + row * dk_b + group * dk_a, total_k, j, num_keys, dk_s, D)
+        _store_rows(grad_value + row * dv_b + group * dv_a, total_v, j, num_keys, dv_s, D)
+
+
+def _launch(
+    kernel: Any, tiling: Tiling, grid: tuple[int, ...], strided: Sequence[Tensor], plain: Sequence[Tensor],
+    about: tuple[Tensor, float, Pairs],
+) -> None:  # fmt: skip
+    """``strided``: query, key, value, and others that the kernel takes with their strides; ``about``: bias, scale,
+    pairs."""
+    (batch, heads, num_queries, channels), (_, groups, num_keys, _) = strided[0].shape, strided[1].shape
+    bias, scale, (middle, left, right, ranges) = about
+    to_log2, (m, n, num_warps, num_stages) = math.log2(math.e), tiling
+    kernel[grid](
+        *strided, *plain, bias.float() * to_log2, bias if ranges is None else ranges, batch, heads, heads // groups,
+        num_queries, num_keys, bias.shape[1], middle, *(1 << 30 if x is None else x for x in (left, right)),
+        scale * to_log2, *(size for x in strided for size in x.stride()[:3]), D=channels,
+        BAND=left is not None or right is not None, DOCUMENTS=ranges is not None,
+        EVEN=num_queries % m == 0 and num_keys % n == 0, M=m, N=n, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+
+
+def relative_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, pairs: Pairs,
+    tilings: Mapping[str, Tiling] = TILINGS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """query [b, a, s, d], key and value [b, g, t, d], d a power of 2, of any strides whose last dim is contiguous,
+    ``bias`` [a, n] by distance -> out in the queries' order of dims, lse fp32 [b, a, s]."""
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    tiling, (batch, heads, num_queries, _) = tilings["forward"], query.shape
+    grid = (triton.cdiv(num_queries, tiling[0]), batch * heads)
+    _launch(_forward_kernel, tiling, grid, (query, key, value, out), (lse,), (bias, scale, pairs))
+    return out, lse
+
+
+def relative_attention_backward(
+    grad: Tensor, kept: Sequence[Tensor], scale: float, pairs: Pairs, tilings: Mapping[str, Tiling] = TILINGS
+) -> tuple[Tensor, ...]:
+    """The gradients of query, key, value in their order of dims, and that of the biases of pairs, fp32 [a, s, t], over
+    the batch. ``kept``: query, key, value, out, lse and bias."""
+    query, key, value, out, lse, bias = kept
+    grad, delta = grad if grad.stride(-1) == 1 else grad.contiguous(), torch.empty_like(lse)
+    (batch, heads, num_queries, _), (_, groups, num_keys, _) = query.shape, key.shape
+    grads, of_pairs = [torch.empty_like(x) for x in (query, key, value)], []
+    step, (m, *_), (_, n, *_) = max(1, _LARGEST // (heads * num_queries * num_keys)), tilings["query"], tilings["keys"]
+    # tiles without visible pairs are left out, if there can be any
+    make = torch.empty if pairs.left is pairs.right is pairs.ranges_2bs is None else torch.zeros
+    for start in range(0, batch, step):
+        some = [x[start : start + step] for x in (query, key, value, grad, out, grads[0], lse, delta)]
+        grad_pairs = make(len(some[0]), heads, num_queries, num_keys, dtype=query.dtype, device=query.device)
+        ranges = None if pairs.ranges_2bs is None else pairs.ranges_2bs[:, start : start + step].contiguous()
+        grid, about = (triton.cdiv(num_queries, m), len(some[0]) * heads), pairs._replace(ranges_2bs=ranges)
+        _launch(_grad_query_kernel, tilings["query"], grid, some[:6], (*some[6:], grad_pairs), (bias, scale, about))
+        of_pairs.append(grad_pairs.sum(0, dtype=torch.float32))
+    grid, strided = (triton.cdiv(num_keys, n), batch * groups), (query, key, value, grad, *grads[1:])
+    _launch(_grad_keys_kernel, tilings["keys"], grid, strided, (lse, delta), (bias, scale, pairs))
+    return *grads, sum(of_pairs[1:], of_pairs[0])
