@@ -162,7 +162,7 @@ if triton is not None:
             grad_scores = tl.exp2(scores - sums[:, None]) * (tl.dot(g, tl.trans(v)) - product[:, None])
             grad_scores = grad_scores.to(k.dtype)
             total = tl.dot(grad_scores, k, total)
-            at = grad_pairs + line * num_keys + i[:, None] * num_keys + j[None, :]
+            at = grad_pairs + (line + i.to(tl.int64))[:, None] * num_keys + j[None, :]
             tl.store(at, grad_scores, mask=(i < num_queries)[:, None] & (j < num_keys)[None, :])
         total *= scale * 0.6931471805599453
         _store_rows(grad_query + row * dq_b + head * dq_a, total, i, num_queries, dq_s, D)
