@@ -186,6 +186,7 @@ PIPELINE = {
     "pp2-llama": ("llama", PP2, 2),
     "pp2-packed": ("packed", PP2, 2),
     "pp2-vpp": ("gpt2", f"{PP2} {VPP}", 2),
+    "pp2-vpp-packed": ("packed", f"{PP2} {VPP}", 2),
     "pp2-vpp-untied": ("untied", f"{PP2} {VPP}", 2),
     "pp2-vpp-serial": ("sgd", f"{PP2} {VPP} --no-overlap-p2p-communication", 2),
     "pp2-vpp-group": (
