@@ -36,9 +36,8 @@ def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None)
     fc1_op = gemm(fc1[0], config, place.seq_length, gradients=wide, saved=(input_of_activation,))
     # reads and writes of forward and backward pass, in tensors of one width
     passes = 3 + 5 if gated else 2 + 3
-    activation = Op(
-        "activation", "activation", traffic=passes * narrow, gradients=narrow,
-        saved=(Saved("output of the activation", narrow, ("mlp", "mlp_act")),),
-    )  # fmt: skip
+    # ReLU goes backward by its output: of the two only one is kept, whichever is not computed again
+    kept = () if config.relu else (Saved("output of the activation", narrow, ("mlp", "mlp_act")),)
+    activation = Op("activation", "activation", traffic=passes * narrow, gradients=narrow, saved=kept)
     ops = (fc1_op, activation, gemm(fc2[0], config, place.seq_length))
     return Piece("feed-forward", (*fc1, *fc2), ops, settings=SETTINGS)
