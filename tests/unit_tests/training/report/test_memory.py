@@ -108,7 +108,7 @@ LATENT = (
 )
 ACTIVATIONS = {
     "gpt2": ("--hidden-dropout 0.1 --attention-dropout 0", 1),
-    "relu": ("--relu --hidden-dropout 0.1 --attention-dropout 0", 1),
+    "relu": ("--relu --ffn-hidden-size 1024 --hidden-dropout 0.1 --attention-dropout 0", 1),
     "unfused": ("--hidden-dropout 0 --attention-dropout 0.1", 1),
     "llama": (LLAMA, 1),
     "bf16": (f"{LLAMA} --bf16", 1),
