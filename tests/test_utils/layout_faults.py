@@ -374,7 +374,7 @@ def balance_of_own_positions(rank):
     where = module("megatron.core.transformer.moe.router")
     correct = where.fractions
 
-    def of_own(rule, counts_be, last_batch_e, sharers):
-        return correct(rule, counts_be, last_batch_e, type(sharers)("alone"))
+    def of_own(rule, counts_be, num_choices, last_batch_e, sharers):
+        return correct(rule, counts_be, num_choices // sharers.size, last_batch_e, type(sharers)("alone"))
 
     return mock.patch.object(where, "fractions", of_own)

@@ -81,6 +81,7 @@ def steady_state(rank, world_size, argv):
     """What the host reads in two steps after the first two, on this rank."""
     from contextlib import ExitStack
 
+    from megatron.core.random import philox
     from megatron.training.exits.conditions import ExitConditions
     from megatron.training.initialize import initialize_megatron
     from megatron.training.run import build_components
@@ -96,6 +97,7 @@ def steady_state(rank, world_size, argv):
             trainer.train_step()
         with ExitStack() as stack:
             reads = stack.enter_context(HostReads())
+            stack.enter_context(mock.patch.object(philox, "philox", philox._rounds))  # in torch, as on a device
             for name in READS:
                 stack.enter_context(counting(reads, name))
             for _ in range(2):
