@@ -72,7 +72,8 @@ def shrink(cfg: PretrainConfig, world_size: int) -> PretrainConfig:
         for field in dataclasses.fields(group)
         if field.name not in kept
     }
-    values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved) | _small_stages(resolved)
+    values |= _small_network(resolved) | _small_experts(resolved) | _small_batches(resolved)
+    values |= _small_decoder(resolved, values) if resolved.model_family == "t5" else _small_stages(resolved)
     values |= {
         "bf16": False, "fp16": False, "fp64": True, "distributed_backend": "gloo", "num_workers": 0, "eval_iters": 0,
         "train_samples": None, "lr": 1e-2,
@@ -97,11 +98,19 @@ def _small_network(cfg: PretrainConfig) -> dict[str, Any]:
         "num_query_groups": groups if cfg.group_query_attention else None, "hidden_size": heads * channels,
         "kv_channels": channels, "ffn_hidden_size": heads * channels * gated, "seq_length": length,
         "encoder_seq_length": None, "max_position_embeddings": length,
-        "window_size": None if cfg.window_size is None else (length // 4, 0),
+        "window_size": cfg.window_size and (length // 4, min(cfg.window_size[1], length // 4)),
         "make_vocab_size_divisible_by": 8, "vocab_size": VOCAB_SIZE,
         "yarn_original_max_position_embeddings": cfg.yarn_original_max_position_embeddings and length,
         "recompute_num_layers": cfg.recompute_num_layers and min(cfg.recompute_num_layers, 2),
     }  # fmt: skip
+
+
+def _small_decoder(cfg: PretrainConfig, small: dict[str, Any]) -> dict[str, Any]:
+    """Layers beside the encoder's ``small`` ones in the same ratio, on a shorter sequence where ranks allow it; stages
+    are shared out anew."""
+    ranks = 2 * cfg.context_parallel_size * cfg.tensor_model_parallel_size
+    layers = round(cfg.decoder_num_layers / cfg.num_layers * small["num_layers"])
+    return {"decoder_num_layers": max(1, layers), "decoder_seq_length": math.lcm(ranks, 8)}
 
 
 def _small_experts(cfg: PretrainConfig) -> dict[str, Any]:
@@ -277,7 +286,7 @@ def table(verdict: Any) -> str:
     for row in verdict.rows:
         loss, expected = (next(iter(row[key].values()), math.nan) for key in ("losses", "reference losses"))
         norm, norm_expected = (math.nan if row[key] is None else row[key] for key in ("norm", "reference norm"))
-        worst = [f"{error:.1e} {name.removeprefix('decoder.')}" for error, name in (row["gradient"], row["weight"])]
+        worst = [f"{error:.1e} {name}" for error, name in (row["gradient"], row["weight"])]
         numbers = f"{row['step']:>4} {loss:>12.8f} {expected:>12.8f} {norm:>12.8f} {norm_expected:>12.8f}"
         lines.append(f"{numbers}  {' / '.join(worst)}")
     return "\n".join(lines)
@@ -306,9 +315,12 @@ def main(argv: list[str]) -> int:
     print(
         f"{world_size} ranks = tensor {tp} x context {cp} x pipeline {pp} x data {resolved.data_parallel_size}, float64"
     )
+    further = f" and {resolved.decoder_num_layers} of a decoder" if resolved.model_family == "t5" else ""
+    shorter = f" and {resolved.decoder_seq_length}" if resolved.model_family == "t5" else ""
     print(
-        f"a model of {resolved.num_layers} layers, width {resolved.hidden_size}, {resolved.num_attention_heads} heads,"
-        f" {resolved.num_query_groups} key-value groups, sequences of {resolved.seq_length}, batches of"
+        f"a model of {resolved.num_layers} layers{further}, width {resolved.hidden_size},"
+        f" {resolved.num_attention_heads} heads, {resolved.num_query_groups} key-value groups,"
+        f" sequences of {resolved.seq_length}{shorter}, batches of"
         f" {resolved.global_batch_size} in micro-batches of {resolved.micro_batch_size}"
     )
     if resolved.num_moe_experts is not None:

@@ -45,7 +45,7 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
     argv += ["--skip-train", "--micro-batch-size", "1", "--eval-iters", "0"]
     argv += [] if step is None else ["--ckpt-step", str(step)]
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family))
-    cfg = validate_args(parsed, world_size=1)
+    cfg = validate_args(parsed, 1, announce=False)
     tokenizer = build_tokenizer(cfg)
     model = task_class(family)(cfg, tokenizer).model_provider().to(training_device()).eval()
     Checkpointer(cfg, [model], None, None, groups=SINGLE_PROCESS, tokenizer=tokenizer).load()

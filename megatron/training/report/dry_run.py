@@ -119,6 +119,7 @@ def _model(cfg: PretrainConfig, model: ModelDescription, vocab_size: int | None,
     yield "shape", f"{cfg.num_layers} layers, width {cfg.hidden_size}, feed-forward {cfg.ffn_hidden_size}, {heads}"
     if cfg.decoder_num_layers is not None:
         yield "decoder", f"{cfg.decoder_num_layers} further layers, with attention to the encoder"
+        yield "sequences", f"{cfg.seq_length} tokens of the encoder, {cfg.decoder_seq_length} of the decoder"
     if vocab_size is None:
         yield "vocabulary", "known when the tokenizer is loaded; --vocab-size N counts it here"
     if vocab_size is not None:

@@ -67,6 +67,49 @@ def test_a_sound_layout_exits_with_0(capsys):
     assert "2 ranks = tensor 1 x context 1 x pipeline 2 x data 1" in out and "\nequal: " in out
 
 
+T5_FLAGS = (
+    "--encoder-num-layers 24 --decoder-num-layers 12 --hidden-size 1024 --num-attention-heads 16"
+    " --encoder-seq-length 512 --decoder-seq-length 128 --max-position-embeddings 512 --vocab-extra-ids 100"
+    " --micro-batch-size 8 --global-batch-size 64 --train-iters 100 --lr 1e-4 --position-embedding-type relative"
+)
+T5 = T5_FLAGS.split()
+BERT_FLAGS = (
+    "--num-layers 22 --hidden-size 768 --num-attention-heads 12 --seq-length 512 --max-position-embeddings 512"
+    " --micro-batch-size 8 --global-batch-size 64 --train-iters 100 --lr 1e-4"
+    " --window-attn-skip-freq 3 --position-embedding-type rope --window-size"
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "depths", "lengths"),
+    [
+        ("", (2, 1), (16, 8)),
+        ("--pipeline-model-parallel-size 3", (3, 2), (16, 8)),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", (4, 2), (16, 8)),
+        ("--tensor-model-parallel-size 8", (2, 1), (16, 16)),
+    ],
+)
+def test_both_stacks_of_a_t5_are_shrunk(layout, depths, lengths):
+    cfg = parse_args([*T5, *layout.split()], needs_data=False, model_family="t5")
+    world_size = smallest_world_size(cfg)
+    small = validate_args(verify_layout.shrink(cfg, world_size), world_size)
+    assert (small.num_layers, small.decoder_num_layers) == depths
+    assert (small.seq_length, small.decoder_seq_length) == lengths
+
+
+@pytest.mark.parametrize(("window", "expected"), [("64,64", (4, 4)), ("64,0", (4, 0)), ("64,-1", (4, -1))])
+def test_windows_stay_on_the_side_on_which_they_are(window, expected):
+    cfg = parse_args([*BERT_FLAGS.split(), window], needs_data=False, model_family="bert")
+    assert validate_args(verify_layout.shrink(cfg, 1), 1).window_size == expected
+
+
+def test_a_sound_layout_of_a_t5_exits_with_0(capsys):
+    layout = ["--program", "pretrain_t5.py", "--pipeline-model-parallel-size", "2", "--steps", "1"]
+    assert verify_layout.main([*T5, *layout]) == 0
+    out = capsys.readouterr().out
+    assert "2 layers and 1 of a decoder" in out and "sequences of 16 and 8" in out and "\nequal: " in out
+
+
 def test_a_difference_exits_with_1_and_is_named(capsys, monkeypatch):
     correct = verify_layout.one_rank
     monkeypatch.setattr(verify_layout, "one_rank", lambda cfg: dataclasses.replace(correct(cfg), weight_decay=0.5))

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
@@ -60,6 +61,24 @@ def test_attention_is_counted_in_full():
     ]
     pairs = 16**2 - (12**2 + 13**2) / 2
     assert flops == [[4.0 * 16**2 * 24] * 2, [4.0 * pairs * 24] * 2]
+
+
+@pytest.mark.parametrize("add_binary_head", [True, False])
+def test_the_formula_of_operations_equals_a_counted_trace(add_binary_head):
+    """It leaves out the vocabulary's padding, and pooler and head of a pair, which meet one token of a sample."""
+    options = {"num_tokentypes": 2 * add_binary_head, "add_binary_head": add_binary_head}
+    config = TransformerConfig(**SIZES, attention_backend="unfused")
+    model = BertModel(
+        config, transformer_layer_spec=get_bert_block_spec(config), vocab_size=61, max_sequence_length=16,
+        share_embeddings_and_output_weights=True, make_vocab_size_divisible_by=8, groups=SINGLE_PROCESS, **options,
+    )  # fmt: skip
+    ids, _, types, labels = inputs()
+    with FlopCounterMode(display=False) as counter:
+        losses, order = model(ids, None, types if add_binary_head else None, labels)
+        (losses.sum() + (order.sum() if add_binary_head else 0)).backward()
+    described = describe_bert(config, Vocabulary(61, True, 8), seq_length=16, max_sequence_length=16, **options)
+    left_out = 16 * 24 * (64 - 61) + (24 * 24 + 24 * 2) * add_binary_head
+    assert counter.get_total_flops() / 3 == described.flops_per_sample + 3 * 2 * left_out
 
 
 def test_what_the_ends_of_the_model_are_and_move():

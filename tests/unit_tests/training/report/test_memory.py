@@ -25,8 +25,8 @@ EXPERTS = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert
 ZERO = "--use-distributed-optimizer --overlap-grad-reduce --ddp-bucket-size 3000 "
 
 
-def settings(text, world_size=1):
-    return validate_args(parse_args((MODEL + text).split(), needs_data=False), world_size)
+def settings(text, world_size=1, family="gpt"):
+    return validate_args(parse_args((MODEL + text).split(), needs_data=False, model_family=family), world_size)
 
 
 # ---- weights, gradients, optimizer state
@@ -142,16 +142,40 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-def kept(rank, world_size, text):
+T5 = "--decoder-seq-length 16 --decoder-num-layers 2 --hidden-dropout 0.1 --attention-dropout 0"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+ENCODERS = {
+    "bert": ("bert", "--hidden-dropout 0.1 --attention-dropout 0"),
+    "bert-one-text": ("bert", f"{LLAMA} --bert-no-binary-head"),
+    "bert-full": ("bert", f"--hidden-dropout 0.1 --attention-dropout 0 {FULL}"),
+    "t5": ("t5", T5),
+    "t5-long-answers": ("t5", f"{T5} --decoder-seq-length 64"),
+    "t5-full": ("t5", f"{T5} {FULL}"),
+    "t5-relative": ("t5", f"{T5} --position-embedding-type relative {FULL}"),
+}  # fmt: skip
+
+
+def losses(cfg, model, tokens):
+    """What a forward pass ends in."""
+    if cfg.model_family == "gpt":
+        return model(tokens, tokens % cfg.seq_length, labels=tokens)
+    if cfg.model_family == "t5":
+        decoded = tokens[:, : cfg.decoder_seq_length]
+        return model(tokens, decoded, lm_labels=decoded)
+    found, order = model(tokens, None, tokens % 2 if cfg.bert_binary_head else None, tokens)
+    return found if order is None else torch.cat((found.flatten(), order.flatten()))
+
+
+def kept(rank, world_size, text, family="gpt"):
     """Bytes of distinct memory, weights aside, that one forward pass keeps for backward."""
     from megatron.core.transformer import recompute
     from megatron.training.initialize import initialize_megatron
-    from megatron.training.tasks.gpt import GPTTask
+    from megatron.training.tasks.language_model import task_class
     from megatron.training.verify.layout_trace import with_synthetic_data
 
-    cfg = settings(text, world_size)
+    cfg = settings(text, world_size, family)
     groups = initialize_megatron(cfg)
-    model = with_synthetic_data(GPTTask, 512)(cfg).model_provider()
+    model = with_synthetic_data(task_class(family), 512)(cfg).model_provider()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved = {}
     hooks = torch.autograd.graph.saved_tensors_hooks
@@ -168,7 +192,7 @@ def kept(rank, world_size, text):
 
     tokens = torch.arange(2 * cfg.seq_length // groups.cp.size).view(2, -1)
     with mock.patch.object(recompute, "saved_tensors_hooks", counting_hooks), hooks(pack, lambda tensor: tensor):
-        loss = model(tokens, tokens % cfg.seq_length, labels=tokens).sum()
+        loss = losses(cfg, model, tokens).sum()
     del loss
     return memory_of(saved.values())
 
@@ -181,6 +205,15 @@ def test_kept_activations_are_near_the_estimate(gloo_pool, name):
     cfg = settings(text, world_size)
     expected = stage_activations(cfg, describe_run(cfg, 512), stages_of(cfg, 512)[0])
     found = gloo_pool.run(kept, world_size, text)[0]
+    assert found == pytest.approx(expected, rel=0.2), found / expected
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_kept_activations_of_encoders_are_near_the_estimate(gloo_pool, name):
+    family, text = ENCODERS[name]
+    cfg = settings(f"{WIDE}{text}", 1, family)
+    expected = stage_activations(cfg, describe_run(cfg, 512), stages_of(cfg, 512)[0])
+    found = gloo_pool.run(kept, 1, f"{WIDE}{text}", family)[0]
     assert found == pytest.approx(expected, rel=0.2), found / expected
 
 
