@@ -26,7 +26,8 @@ from typing import Any
 
 from benchmarks.harness import kernel_classes as kinds
 from megatron.core.config.moe import expert_tensor_ranks
-from megatron.core.description.model import Op, Piece, activation_bytes
+from megatron.core.description.model import Op, Piece
+from megatron.core.description.parts import activation_bytes
 from megatron.training.model_description import describe_run
 from megatron.training.report.pipeline import microbatches_of, pieces_of, stages_of, timeline_of
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from megatron.core.description.model import Op, Param, Piece, Saved, activation_bytes, gemm, linear
+from megatron.core.description.model import Op, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, linear
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import layer_spec
 from megatron.core.sharding.placement import Shard, Zeros, parameter

@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.attention.window import layer_window
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    Op,
-    Param,
-    Piece,
-    Saved,
-    activation_bytes,
-    gemm,
-    linear,
-    norm,
-)
+from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, linear, norm
 
 SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "group_query_attention", "num_query_groups", "kv_channels",

@@ -5,18 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.attention.description import attention_core, is_unfused, sink_params
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    Op,
-    Param,
-    Piece,
-    Saved,
-    activation_bytes,
-    gemm,
-    linear,
-    norm,
-)
+from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, linear, norm
 
 SETTINGS = (
     "multi_latent_attention", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_head_dim",

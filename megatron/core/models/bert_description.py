@@ -5,35 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    ModelDescription,
-    Op,
-    Param,
-    Piece,
-    Saved,
-    activation_bytes,
-    gemm,
-    norm,
-    stream_elements,
-)
-from megatron.core.models.common.description import (
-    SETTINGS,
-    Vocabulary,
-    describe_embedding,
-    describe_head,
-    encoder_layer,
-    layer_descriptions,
-    word_tables,
-)
+from megatron.core.description.model import Config, LayerPlace, ModelDescription, Op, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
+from megatron.core.models.common import description as common
 
 SETTINGS_OF_HEADS = ("bert_binary_head",)
 
 
 def describe_bert(
     config: Config,
-    vocabulary: Vocabulary,
+    vocabulary: common.Vocabulary,
     *,
     seq_length: int,
     max_sequence_length: int,
@@ -45,13 +26,13 @@ def describe_bert(
     """The model that :class:`BertModel` builds from the same arguments, on ``seq_length`` tokens a sequence, all of
     which are taken for text. A vocabulary of 0: not known. ``spec``: as of :func:`describe_gpt`.
     """
-    word, output = word_tables(config, vocabulary)
+    word, output = common.word_tables(config, vocabulary)
     rotary, layers = position_embedding_type in ("rope", "yarn"), []
-    for index, describe in enumerate(layer_descriptions(spec, config.num_layers, encoder_layer)):
+    for index, describe in enumerate(common.layer_descriptions(spec, config.num_layers, common.encoder_layer)):
         branches = describe(config, LayerPlace(index + 1, seq_length, rotary, causal=False))
         layers.append(tuple(branch.under(f"encoder.layers.{index}.") for branch in branches))
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    embedding = describe_embedding(config, word, positions, (*SETTINGS, *SETTINGS_OF_HEADS))
+    embedding = common.describe_embedding(config, word, positions, (*common.SETTINGS, *SETTINGS_OF_HEADS))
     if num_tokentypes:
         types = Param("embedding.tokentype_embeddings.weight", (num_tokentypes, config.hidden_size))
         embedding = replace(embedding, params=(*embedding.params, types))
@@ -60,7 +41,7 @@ def describe_bert(
 
 def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piece:
     """Final norm, dense layer with GELU and norm, output layer with bias, losses."""
-    head = describe_head(config, output, seq_length, "encoder.final_layernorm")
+    head = common.describe_head(config, output, seq_length, "encoder.final_layernorm")
     hidden, kept = config.hidden_size, stream_elements(config) * activation_bytes(config)
     dense = Param("lm_head.dense.weight", (hidden, hidden))
     params = [*head.params[:-1], dense]

@@ -8,27 +8,9 @@ from typing import Any
 
 from megatron.core.attention.description import describe_attention
 from megatron.core.attention.latent_description import describe_latent_attention
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    ModelDescription,
-    Param,
-    Piece,
-    Saved,
-    activation_bytes,
-    gemm,
-    norm,
-    stream_elements,
-)
-from megatron.core.models.common.description import (
-    SETTINGS,
-    Vocabulary,
-    attention_and_feed_forward,
-    describe_embedding,
-    describe_head,
-    layer_descriptions,
-    word_tables,
-)
+from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, norm, stream_elements
+from megatron.core.models.common import description as common
 from megatron.core.transformer.moe.moe_description import describe_feed_forward
 
 
@@ -48,26 +30,27 @@ def describe_gpt(
     ``vocab_size`` is the true size; 0 where it is not known. ``spec``: that of a layer, or one per layer; None: layers
     of attention and a feed-forward network, described without torch.
     """
-    vocabulary = Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
-    word, output = word_tables(config, vocabulary)
+    vocabulary = common.Vocabulary(vocab_size, share_embeddings_and_output_weights, make_vocab_size_divisible_by)
+    word, output = common.word_tables(config, vocabulary)
     rotary, layers = position_embedding_type in ("rope", "yarn"), []
-    for index, describe in enumerate(layer_descriptions(spec, config.num_layers, _decoder_layer)):
+    for index, describe in enumerate(common.layer_descriptions(spec, config.num_layers, _decoder_layer)):
         branches = describe(config, LayerPlace(index + 1, seq_length, rotary))
         layers.append(tuple(branch.under(f"decoder.layers.{index}.") for branch in branches))
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    embedding, predictions = describe_embedding(config, word, positions, SETTINGS), []
-    describe = layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
+    embedding, predictions = common.describe_embedding(config, word, positions, common.SETTINGS), []
+    describe = common.layer_descriptions(spec, config.num_layers, _decoder_layer)[-1]
     for depth in range(config.mtp_num_layers or 0):
         again = bool(depth) and config.mtp_use_repeated_layer
         branches = describe(config, LayerPlace(config.num_layers + (0 if again else depth) + 1, seq_length, rotary))
         pieces = _prediction(config, branches, output, seq_length, embedding)
         predictions += [replace(each, params=()) if again else each.under(f"mtp.layers.{depth}.") for each in pieces]
-    return ModelDescription(embedding, tuple(layers), describe_head(config, output, seq_length), tuple(predictions))
+    head = common.describe_head(config, output, seq_length)
+    return ModelDescription(embedding, tuple(layers), head, tuple(predictions))
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
     describe = describe_latent_attention if config.multi_latent_attention else describe_attention
-    return attention_and_feed_forward(config, describe(config, place), describe_feed_forward(config, place))
+    return common.attention_and_feed_forward(config, describe(config, place), describe_feed_forward(config, place))
 
 
 def _prediction(
@@ -81,5 +64,5 @@ def _prediction(
     ops = (*embedding.ops, gemm(project, config, seq_length, gradients=kept, saved=streams))
     yield Piece("prediction", (*norms, project), ops)
     yield from (branch.under("mtp_model_layer.") for branch in branches)
-    head = describe_head(config, output, seq_length)
+    head = common.describe_head(config, output, seq_length)
     yield replace(head, params=tuple(norm("final_layernorm", hidden, config)))

@@ -10,24 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.attention.description import describe_cross_attention
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    ModelDescription,
-    Param,
-    Piece,
-    norm,
-    residual_branch,
-)
-from megatron.core.models.common.description import (
-    SETTINGS,
-    Vocabulary,
-    describe_embedding,
-    describe_head,
-    encoder_layer,
-    layer_descriptions,
-    word_tables,
-)
+from megatron.core.description.model import Config, LayerPlace, ModelDescription, Param, Piece
+from megatron.core.description.parts import norm, residual_branch
+from megatron.core.models.common import description as common
 
 OWN_SETTINGS = (
     "decoder_num_layers", "relative_attention_num_buckets", "relative_attention_max_distance", "scale_decoder_outputs",
@@ -54,7 +39,7 @@ class EncoderDecoder:
 
 def describe_t5(
     config: Config,
-    vocabulary: Vocabulary,
+    vocabulary: common.Vocabulary,
     sizes: EncoderDecoder,
     *,
     max_sequence_length: int,
@@ -63,9 +48,9 @@ def describe_t5(
 ) -> ModelDescription:
     """The model that :class:`T5Model` builds from the same arguments, on samples all tokens of which are taken for
     text. A vocabulary of 0: not known. ``specs``: of encoder and decoder, as of :func:`describe_gpt`."""
-    word, output = word_tables(config, vocabulary)
+    word, output = common.word_tables(config, vocabulary)
     positions = max_sequence_length if position_embedding_type == "learned_absolute" else 0
-    embedding = describe_embedding(config, word, positions, (*SETTINGS, *OWN_SETTINGS))
+    embedding = common.describe_embedding(config, word, positions, (*common.SETTINGS, *OWN_SETTINGS))
     tables: list[Param] = []
     if position_embedding_type == "relative":
         shape = sizes.num_buckets, config.num_attention_heads
@@ -82,21 +67,21 @@ def _layers(
     config: Config, sizes: EncoderDecoder, rotary: bool, specs: tuple[Any, Any]
 ) -> Iterator[tuple[Piece, ...]]:  # fmt: skip
     """Those of the encoder, the last with the norm behind it, then those of the decoder, numbered on."""
-    for index, describe in enumerate(layer_descriptions(specs[0], config.num_layers, encoder_layer)):
+    for index, describe in enumerate(common.layer_descriptions(specs[0], config.num_layers, common.encoder_layer)):
         layer = describe(config, LayerPlace(index + 1, sizes.encoder_length, rotary, causal=False))
         own = tuple(branch.under(f"encoder.layers.{index}.") for branch in layer)
         if index == config.num_layers - 1:
             final = norm("encoder.final_layernorm", config.hidden_size, config)
             own = (*own[:-1], replace(own[-1], params=(*own[-1].params, *final)))
         yield own
-    for index, describe in enumerate(layer_descriptions(specs[1], sizes.decoder_layers, _decoder_layer)):
+    for index, describe in enumerate(common.layer_descriptions(specs[1], sizes.decoder_layers, _decoder_layer)):
         number, source = config.num_layers + index + 1, sizes.encoder_length
         layer = describe(config, LayerPlace(number, sizes.decoder_length, rotary, source_length=source))
         yield tuple(branch.under(f"decoder.layers.{index}.").per_token_of(sizes.share) for branch in layer)
 
 
 def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
-    attention, mlp = encoder_layer(config, place)
+    attention, mlp = common.encoder_layer(config, place)
     cross = residual_branch(
         describe_cross_attention(config, place), config, name="cross_attention", norm_name="pre_cross_attn_layernorm"
     )
@@ -105,7 +90,7 @@ def _decoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
 
 def _head(config: Config, output: Param, sizes: EncoderDecoder, shared: bool) -> Piece:
     """Final norm, output layer, of a shared weight with a bias unless its input is scaled, loss."""
-    head = describe_head(config, output, sizes.decoder_length)
+    head = common.describe_head(config, output, sizes.decoder_length)
     stored = None if output.stored is None else output.stored[:1]
     bias = Param("lm_head.output_layer.bias", output.shape[:1], {"tp": 0}, stored, ndim=1)
     more = [bias] if shared and not config.scale_decoder_outputs else []

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.core.description.model import Config, LayerPlace, Piece, norm, one_piece, residual_branch
+from megatron.core.description.model import Config, LayerPlace, Piece
+from megatron.core.description.parts import norm, one_piece, residual_branch
 from megatron.core.transformer.spec_utils import BranchSpec, ModuleSpec
 from megatron.core.transformer.transformer_layer import branch_specs, branches_of
 

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    Op,
-    Piece,
-    Saved,
-    activation_bytes,
-    gemm,
-    linear,
-)
+from megatron.core.description.model import Config, LayerPlace, Op, Piece, Saved
+from megatron.core.description.parts import activation_bytes, gemm, linear
 
 SETTINGS = (
     "ffn_hidden_size", "add_bias_linear", "swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "exact_gelu",

@@ -17,14 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.core.config.moe import expert_tensor_ranks
-from megatron.core.description.model import (
-    ModelDescription,
-    Param,
-    Piece,
-    activation_bytes,
-    kept_bytes,
-    stream_elements,
-)
+from megatron.core.description.model import ModelDescription, Param, Piece, kept_bytes
+from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.pipeline_parallel.simulate import peak_activations
 from megatron.core.pipeline_parallel.stages import StageContents
 from megatron.core.sharding.buffer_layout import bucket_alignment, chosen_bucket_size, cut_buffer, owned_elements

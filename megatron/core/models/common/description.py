@@ -9,14 +9,9 @@ from functools import partial
 from typing import Any
 
 from megatron.core.attention.description import describe_attention
-from megatron.core.description.model import (
+from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
+from megatron.core.description.parts import (
     RESIDUAL_SETTINGS,
-    Config,
-    LayerPlace,
-    Op,
-    Param,
-    Piece,
-    Saved,
     activation_bytes,
     gemm,
     norm,

@@ -9,16 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron.core.config.moe import expert_tensor_ranks, has_experts
-from megatron.core.description.model import (
-    Config,
-    LayerPlace,
-    Op,
-    Param,
-    Piece,
-    Saved,
-    activation_bytes,
-    stream_elements,
-)
+from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
+from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.mlp_description import describe_mlp, is_gated
 

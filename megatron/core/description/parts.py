@@ -1,0 +1,102 @@
+"""What descriptions are made of: sizes of activations, linears, GEMMs, norms, residual branches. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from megatron.core.description.model import Config, Op, Param, Piece, Saved
+
+
+def activation_bytes(config: Config) -> int:
+    """Bytes of an element of a weight as the model computes with it, and of an activation."""
+    return 2 if config.fp16 or config.bf16 else 8 if config.fp64 else 4
+
+
+def stream_bytes(config: Config) -> int:
+    """Bytes of an element of the residual stream."""
+    return max(activation_bytes(config), 4) if config.fp32_residual_connection else activation_bytes(config)
+
+
+def stream_elements(config: Config) -> float:
+    """Elements of the residual stream per token on this rank: sequence parallelism splits positions."""
+    return config.hidden_size / (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+
+
+def linear(name: str, out: tuple[int, ...], into: int, dim: int, *, bias: bool, shared: int = 0) -> list[Param]:
+    """A weight ``(*out, into)`` that tensor-parallel ranks split along ``dim``, and its bias."""
+    params = [Param(f"{name}.weight", (*out, into), {"tp": dim}, shared=shared)]
+    if bias:  # of a weight that is split along its input, every rank adds up the whole bias
+        params.append(Param(f"{name}.bias", out, {"tp": dim} if dim < len(out) else {}, shared=shared, ndim=1))
+    return params
+
+
+def gemm(weight: Param, config: Config, tokens: int, *, gradients: float = 0.0, saved: tuple[Saved, ...] = ()) -> Op:
+    """The GEMM with a weight, of ``tokens`` a sequence."""
+    shapes = weight.local_shapes({"tp": config.tensor_model_parallel_size})
+    local = (sum(rows for rows, _ in shapes), shapes[0][1])
+    name = weight.name.removesuffix(".weight").rpartition(".")[2]
+    return Op("gemm", name, 2.0 * tokens * math.prod(weight.shape), gemm=local, gradients=gradients, saved=saved)
+
+
+def norm(name: str, size: int, config: Config) -> list[Param]:
+    """Weight and, of LayerNorm, bias."""
+    kinds = ("weight", "bias") if config.normalization == "LayerNorm" and config.norm_bias else ("weight",)
+    return [Param(f"{name}.{kind}", (size,), ndim=1) for kind in kinds]
+
+
+RESIDUAL_SETTINGS = (
+    "hidden_size", "normalization", "norm_epsilon", "apply_layernorm_1p", "norm_bias", "norm_placement",
+    "apply_residual_connection_post_layernorm", "embed_layernorm",
+)  # fmt: skip
+"""Settings that every branch and the final norm depend on."""
+NormDescription = Callable[[str, int, Config], list[Param]]
+
+
+def _residual_norm(name: str, config: Config) -> Op:
+    """The norm at the beginning of a branch. It keeps what it reads, and the branch's first GEMM what it writes, under
+    --tp-comm-overlap at the positions of all ranks."""
+    elements, item = stream_elements(config), activation_bytes(config)
+    gathered = config.hidden_size if config.tp_comm_overlap else elements
+    kept = (Saved("stream", elements * stream_bytes(config)), Saved("normed", gathered * item, ("layernorm",)))
+    return Op("norm", name, traffic=8.0 * item * elements, saved=kept)
+
+
+def _no_norm(config: Config) -> Op:
+    """The beginning of a branch without a norm: its first GEMM keeps the stream itself."""
+    elements = config.hidden_size if config.tp_comm_overlap else stream_elements(config)
+    return Op("other", "stream", saved=(Saved("stream", elements * activation_bytes(config)),))
+
+
+def one_piece(pieces: Iterable[Piece]) -> Piece:
+    """A layer whose branches are not apart."""
+    pieces = list(pieces)
+    return Piece(
+        "layer", tuple(each for piece in pieces for each in piece.params),
+        tuple(op for piece in pieces for op in piece.ops), is_branch=True,
+        is_known=bool(pieces) and all(piece.is_known for piece in pieces),
+        settings=tuple(name for piece in pieces for name in piece.settings),
+    )  # fmt: skip
+
+
+def residual_branch(
+    mixer: Piece, config: Config, *, name: str, norm_name: str, describe_norm: NormDescription = norm
+) -> Piece:
+    """x + dropout(mixer(norm(x))), of modules called ``name`` and ``norm_name``; norms are where ``norm_placement``
+    says."""
+    before, behind = config.norm_placement != "post", config.norm_placement != "pre"
+    post_name = f"post_{name}_layernorm"
+    entry = describe_norm(norm_name, config.hidden_size, config) if before else []
+    leave = describe_norm(post_name, config.hidden_size, config) if behind else []
+    mask = Saved("dropout mask", stream_elements(config) * bool(config.hidden_dropout))  # one byte an element
+    ops = [_residual_norm(norm_name, config) if before else _no_norm(config), *mixer.ops]
+    if behind:
+        elements, item = stream_elements(config), activation_bytes(config)
+        kept = Saved("mixer output", elements * item)
+        ops.append(Op("norm", post_name, traffic=5.0 * item * elements, saved=(kept,)))
+    ops[-1] = replace(ops[-1], saved=(*ops[-1].saved, mask))
+    return replace(
+        mixer, params=(*entry, *mixer.under(f"{name}.").params, *leave), ops=tuple(ops), is_branch=True,
+        settings=(*RESIDUAL_SETTINGS, *mixer.settings),
+    )  # fmt: skip
