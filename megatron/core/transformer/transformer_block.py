@@ -70,7 +70,8 @@ def layer_specs(spec: ModuleSpec | TransformerBlockSubmodules, num_layers: int) 
 
 
 class TransformerBlock(nn.Module):
-    """The ``branches`` of the model (all), counted from 0 through its layers; [s, b, h] -> [s, b, h].
+    """The ``branches`` of the model (all), counted from 0 through its layers; [s, b, h] -> [s, b, h]. Those outside its
+    layers are another stack's.
 
     ``spec`` is one layer's spec, repeated for every layer, or ``TransformerBlockSubmodules``; of ``num_layers`` (None:
     ``config.num_layers``), numbered from ``first_number`` on: those of a second stack behind those of the first.

@@ -38,7 +38,8 @@ PositionEmbeddingType = Literal["learned_absolute", "rope", "yarn", "none"]
 
 
 class LanguageModule(MegatronModule):
-    """Base of the models of this package; they set ``output_layer`` on the stages that have it.
+    """Base of the models of this package; they set ``parallel_output``, and ``output_layer`` on the
+    stages that have it.
 
     Initial weights are functions of ``seed`` (``config.seed``) and their names; with ``config.perform_initialization``
     off, weights are zero and norms are the identity, for a checkpoint to fill. The model is built on
@@ -47,6 +48,7 @@ class LanguageModule(MegatronModule):
 
     embedding: LanguageModelEmbedding
     output_layer: VocabParallelOutput
+    parallel_output: bool
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class LanguageModule(MegatronModule):
         self.pre_process, self.post_process = pre_process, post_process
         self.vocabulary, self.vocab_size = vocabulary, vocabulary.size
         self.share_embeddings_and_output_weights = vocabulary.shared
-        self.parallel_output, self.positions = True, positions
+        self.positions = positions
         self.rotary_pos_emb, self.rotary_pos_emb_local = positions.rotary(config), positions.local_rotary(config)
         self.dropout_stream = DropoutStream(self.seed)
         self._stream_split = self.groups.stream(config.sequence_parallel)

@@ -57,7 +57,7 @@ class T5Model(LanguageModule):
     """Token ids to logits of the decoder's tokens, or to per-token losses where labels are given.
 
     Arguments are otherwise those of :class:`GPTModel`. ``config`` is the decoder's, ``encoder_config`` the encoder's
-    (``num_layers``, where a spec is of one layer; all else is the same). Stages are shared out as for sequences of
+    (``num_layers``; all else is the same). Stages are shared out as for sequences of
     ``max_sequence_length`` unless ``branches`` says which of all branches this one holds.
     """
 
@@ -100,27 +100,25 @@ class T5Model(LanguageModule):
         self.parallel_output, self.max_distance = parallel_output, relative_attention_max_distance
         self.num_buckets = relative_attention_num_buckets if relative else 0
         specs = transformer_encoder_layer_spec, transformer_decoder_layer_spec
-        depths = tuple(map(_depth, specs, (encoder_config, config)))
-        length = max_sequence_length
+        encoder_depth, depth, length = encoder_config.num_layers, _depth(specs[1], config), max_sequence_length
         described = describe_t5(
-            encoder_config, self.vocabulary, EncoderDecoder(length, length, depths[1]), max_sequence_length=length,
+            encoder_config, self.vocabulary, EncoderDecoder(length, length, depth), max_sequence_length=length,
             specs=specs,
         )  # fmt: skip
         if branches is None:
             branches = self.branches_of_this_stage(described)
-        of_encoder = sum(map(len, described.costs.names[: depths[0]]))
+        of_encoder = sum(map(len, described.costs.names[:encoder_depth]))
         with self.construction():
             if pre_process and self.num_buckets:
                 tables = (RelativePositionEmbedding(config, self.num_buckets, groups=self.groups) for _ in range(2))
                 self.encoder_relative_pos_emb, self.decoder_relative_pos_emb = tables
             self.encoder = TransformerBlock(
-                encoder_config, specs[0], num_layers=depths[0], groups=self.groups,
-                branches=range(min(branches.start, of_encoder), min(branches.stop, of_encoder)),
+                encoder_config, specs[0], groups=self.groups, branches=branches,
                 post_layer_norm=branches.start < of_encoder <= branches.stop,
             )  # fmt: skip
             self.decoder = TransformerBlock(
-                config, specs[1], num_layers=depths[1], first_number=depths[0] + 1, groups=self.groups,
-                branches=range(max(branches.start - of_encoder, 0), max(branches.stop - of_encoder, 0)),
+                config, specs[1], num_layers=depth, first_number=encoder_depth + 1, groups=self.groups,
+                branches=range(branches.start - of_encoder, branches.stop - of_encoder),
                 post_layer_norm=post_process,
             )  # fmt: skip
             if post_process:

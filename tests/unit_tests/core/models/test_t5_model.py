@@ -3,6 +3,8 @@
 (Every layout: ``tests/functional_tests/test_layouts.py``; whole runs: ``test_reference_masked.py``.)
 """
 
+import dataclasses
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,8 +13,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.models.bert import BertModel
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.relative_positions import buckets
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import (
     get_t5_block_specs,
@@ -123,6 +128,15 @@ def test_stages_pass_on_both_streams(kind):
     torch.testing.assert_close(streams, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_messages_are_of_a_ranks_positions_and_heads():
+    config = make_config(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=3)
+    three, two = Group("cp", (0, 1, 2), 1), Group("tp", (3, 4), 0)
+    model = T5Model(config, config, *get_t5_block_specs(config, 1, relative_positions=True), VOCAB, LENGTH,
+                    position_embedding_type="relative", relative_attention_num_buckets=8,
+                    groups=dataclasses.replace(SINGLE_PROCESS, cp=three, tp=two))  # fmt: skip
+    assert model.message_shapes((24, 12), 5) == [(4, 5, 32), (2, 5, 32), (8, 2), (8, 2)]
+
+
 def test_no_token_sees_padding():
     model = make_model().eval()
     text, answer, labels, lengths = arrays()
@@ -203,3 +217,11 @@ def test_a_program_builds_it_by_the_names_of_megatron_lm():
     assert [layer.layer_number for layer in (*model.encoder.layers, *model.decoder.layers)] == [1, 2, 3]
     text, answer, *_ = arrays()
     assert model(text, answer).shape == (2, ANSWER, 128)
+
+
+def test_arguments_have_the_defaults_of_gpts_and_of_megatron_lm():
+    gpt, bert, t5 = (inspect.signature(model).parameters for model in (GPTModel, BertModel, T5Model))
+    for model in (bert, t5):
+        shared = gpt.keys() & model.keys()
+        assert len(shared) > 12 and all(model[name].default == gpt[name].default for name in shared)
+    assert (t5["relative_attention_num_buckets"].default, t5["relative_attention_max_distance"].default) == (32, 128)
