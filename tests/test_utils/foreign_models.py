@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from megatron.core.export.hf import conversion
-from megatron.core.export.hf.families import deepseek_v3, gemma2, gpt2, gpt_neox, gpt_oss, llama, phi3, qwen2_moe
+from megatron.core.export.hf.families import gpt, llama, mixtures
 from megatron.core.export.hf.family import Family as Table
 from megatron.core.export.hf.family import complete
 from megatron.core.export.hf.layouts import QueryKeyValue, Weights
@@ -25,7 +25,7 @@ LAYERS, HIDDEN, HEADS = 2, 32, 4
 
 ATTENTION, MLP = "decoder.layers.*.self_attention", "decoder.layers.*.mlp"
 LAYER, GPT2_LAYER = "model.layers.*", "transformer.h.*"
-LLAMA = {**llama.AROUND, **llama.ATTENTION, **llama.FEED_FORWARD}
+LLAMA = llama.WEIGHTS
 PLAIN_MLP: Weights = {**LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.up_proj"}
 STARCODER2: Weights = {
     **LLAMA, f"{MLP}.linear_fc1": f"{LAYER}.mlp.c_fc", f"{MLP}.linear_fc2": f"{LAYER}.mlp.c_proj",
@@ -43,7 +43,7 @@ PERSIMMON: Weights = {
     f"{MLP}.linear_fc2": f"{LAYER}.mlp.dense_4h_to_h", "decoder.final_layernorm": "model.final_layernorm",
 }  # fmt: skip
 BIGCODE: Weights = {
-    **gpt2.FAMILY.weights, f"{ATTENTION}.linear_qkv": QueryKeyValue(f"{GPT2_LAYER}.attn.c_attn"),
+    **gpt.GPT2.weights, f"{ATTENTION}.linear_qkv": QueryKeyValue(f"{GPT2_LAYER}.attn.c_attn"),
     f"{ATTENTION}.linear_proj": f"{GPT2_LAYER}.attn.c_proj", f"{MLP}.linear_fc1": f"{GPT2_LAYER}.mlp.c_fc",
     f"{MLP}.linear_fc2": f"{GPT2_LAYER}.mlp.c_proj",
 }  # fmt: skip
@@ -53,11 +53,11 @@ EXPERTS_IN_MEMORY: Weights = {
 }
 """One tensor of all experts, which files hold one by one."""
 MIXTURE: Weights = {**LLAMA, **llama.EXPERTS, **EXPERTS_IN_MEMORY}
-QWEN2_MIXTURE: Weights = {**qwen2_moe.FAMILY.weights, **EXPERTS_IN_MEMORY}
-DEEPSEEK: Weights = {**deepseek_v3.FAMILY.weights, **EXPERTS_IN_MEMORY}
-NEOX: Weights = {**gpt_neox.FAMILY.weights, "output_layer": "lm_head"}  # as in memory
-GPT2, FUSED, GPT_OSS = (each.FAMILY.weights for each in (gpt2, phi3, gpt_oss))
-GEMMA = OLMO = gemma2.WEIGHTS
+QWEN2_MIXTURE: Weights = {**mixtures.QWEN2_MOE.weights, **EXPERTS_IN_MEMORY}
+DEEPSEEK: Weights = {**mixtures.DEEPSEEK_V3.weights, **EXPERTS_IN_MEMORY}
+NEOX: Weights = {**gpt.GPT_NEOX.weights, "output_layer": "lm_head"}  # as in memory
+GPT2, FUSED, GPT_OSS = (each.weights for each in (gpt.GPT2, llama.PHI3, mixtures.GPT_OSS))
+GEMMA = OLMO = llama.POST_NORMS
 
 
 @dataclass(frozen=True, eq=False)

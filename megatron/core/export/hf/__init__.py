@@ -1,4 +1,4 @@
-"""Models in Hugging Face's format, both ways. A family of models is one file of ``families/``.
+"""Models in Hugging Face's format, both ways. Families of models are tables in ``families/``.
 
     settings, attention_settings   rules between config.json and the command line's settings
     layouts                        how a tensor of ours lies in theirs

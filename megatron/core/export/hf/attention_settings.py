@@ -31,22 +31,22 @@ def groups(default: int | None = None) -> Computed:
     )
 
 
-def equal_heads(width: str, heads: str) -> Computed:
-    """As many heads of keys and values as of queries, which share out the width of the residual stream."""
+def equal_heads(heads: str, width: str | None = None) -> Computed:
+    """As many heads of keys and values as of queries; with ``width`` they share out that of the residual stream."""
 
     def load(config: Table) -> dict[str, Any]:
         count = get(config, (heads,))
-        return {"num_query_groups": count, "group_query_attention": False,
-                "kv_channels": get(config, (width,)) // count}  # fmt: skip
+        channels = {"kv_channels": get(config, (width,)) // count} if width else {}
+        return {"num_query_groups": count, "group_query_attention": False, **channels}
 
     def save(settings: Table) -> dict[str, Any]:
         hidden, count = settings["hidden_size"], settings["num_attention_heads"]
-        for name, wanted in (("kv_channels", hidden // count), ("num_query_groups", count)):
+        for name, wanted in {"num_query_groups": count, **({"kv_channels": hidden // count} if width else {})}.items():
             if settings[name] != wanted:
                 raise refuse(name, settings[name], f"the family has {wanted} for {count} heads")
         return {}
 
-    return Computed((), ("kv_channels", "num_query_groups", "group_query_attention"), load, save)
+    return Computed((), ("num_query_groups", "group_query_attention", *(["kv_channels"] if width else [])), load, save)
 
 
 ROTARY = (
@@ -84,13 +84,11 @@ class Rope(Rule):
         share = stretch.pop("partial_rotary_factor", get(config, (self.share_key,), self.share or 1.0))
         kind = stretch.pop("rope_type", None) or stretch.get("type") or "default"
         stretch.pop("type", None)
-        if base != int(base):
-            raise refuse(self.base_key, base, "which cannot be represented: --rotary-base is a whole number")
         if share != 1.0 and self.share is None:
             raise refuse(self.share_key, share, "but the family rotates all channels")
         if kind not in self.kinds:
             raise refuse("rope_type", kind, f"which cannot be represented; known: {', '.join(self.kinds)}")
-        settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": int(base)}
+        settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": whole_base(self.base_key, base)}
         settings["rotary_percent"] = float(share)
         if self.latent:
             settings["rope_type"] = "yarn" if kind == "yarn" else "rope"
@@ -184,6 +182,45 @@ def _save_yarn(settings: Table) -> dict[str, Any] | None:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
+def whole_base(key: str, base: float) -> int:
+    """The rotary base of a key."""
+    if base != int(base):
+        raise refuse(key, base, "which cannot be represented: --rotary-base is a whole number")
+    return int(base)
+
+
+def unstretched_base(kind: str, tables: Table, key: str, base: float) -> int:
+    """The rotary base of one ``kind`` of layers, by its entry in ``tables``; ``base`` where that says none."""
+    given = {**(tables.get(kind) or {})}
+    base = given.pop("rope_theta", base)
+    if given.pop("rope_type", "default") != "default" or given:
+        raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: it is not stretched")
+    return whole_base(key, base)
+
+
+def layers_of_types(config: Table, usual: list[bool]) -> list[bool]:
+    """Which layers have a window: those that ``layer_types`` names; ``usual`` where it is missing."""
+    count, kinds = config["num_hidden_layers"], get(config, ("layer_types",), None)
+    if kinds is None:
+        return usual
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {SLIDING, FULL}:
+        raise refuse("layer_types", kinds, f"but must name {SLIDING} or {FULL} for each of {count} layers")
+    return [kind == SLIDING for kind in kinds]
+
+
+def window_settings(window: tuple[int, int], has: list[bool]) -> dict[str, Any]:
+    """Settings of a window in some layers."""
+    pattern = None if all(has) else [int(each) for each in has]
+    return {"window_size": window if any(has) else None, "window_attn_skip_freq": pattern if any(has) else None}
+
+
+def layers_with_windows(settings: Table) -> list[bool]:
+    """Which layers have one by the settings."""
+    size, skip = settings["window_size"], settings["window_attn_skip_freq"]
+    layers = range(1, settings["num_layers"] + 1)
+    return [layer_window(size and tuple(size), skip, number) is not None for number in layers]
+
+
 class Window(Rule):
     """Sliding windows; theirs count the token itself, ours what lies to its left.
 
@@ -210,24 +247,13 @@ class Window(Rule):
         count, width = config["num_hidden_layers"], config.get("sliding_window", self.default)
         if width is None or (self.switch and not config.get("use_sliding_window")):
             return {"window_size": None, "window_attn_skip_freq": None}
-        kinds = config.get("layer_types") if self.by_layer else None
-        if kinds is None:
-            first = get(config, (self.first,), 28) if self.first else 0
-            every = get(config, self.every_keys, self.every) if self.every_keys else self.every
-            has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
-        elif isinstance(kinds, list) and len(kinds) == count and set(kinds) <= {SLIDING, FULL}:
-            has = [kind == SLIDING for kind in kinds]
-        else:
-            raise refuse("layer_types", kinds, f"but must name {SLIDING} or {FULL} for each of {count} layers")
-        if not any(has):
-            return {"window_size": None, "window_attn_skip_freq": None}
-        pattern = None if all(has) else [int(each) for each in has]
-        return {"window_size": (width - 1, 0), "window_attn_skip_freq": pattern}
+        first = get(config, (self.first,), 28) if self.first else 0
+        every = get(config, self.every_keys, self.every) if self.every_keys else self.every
+        has = [layer >= first and (every == 1 or (layer + 1) % every != 0) for layer in range(count)]
+        return window_settings((width - 1, 0), layers_of_types(config, has) if self.by_layer else has)
 
     def save(self, settings: Table) -> dict[str, Any]:
-        size, skip = settings["window_size"], settings["window_attn_skip_freq"]
-        layers = range(1, settings["num_layers"] + 1)
-        has = [layer_window(size and tuple(size), skip, number) is not None for number in layers]
+        size, skip, has = settings["window_size"], settings["window_attn_skip_freq"], layers_with_windows(settings)
         on = any(has)
         if on and (size[0] < 0 or size[1] > 0):
             raise refuse("window_size", size, "only a left side can be said")

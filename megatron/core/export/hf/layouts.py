@@ -86,3 +86,14 @@ class KeyValue(Layout):
     def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
         d = config.kv_channels
         return [[ours[:, :d]], [ours[:, d:]]]
+
+
+class Interleaved(Layout):
+    """Experts in one tensor [e, in, out], gate and linear half in turn: ours [e, 2, f, h] and [e, h, f]."""
+
+    def views(self, ours: Tensor, config: TransformerConfig) -> list[list[Tensor]]:
+        return [[ours.permute(0, *range(ours.ndim - 1, 0, -1))]]
+
+    def shape(self, views: Sequence[Tensor], ndim: int) -> tuple[int, ...]:
+        kept = views[0].shape[:ndim]
+        return (*kept, math.prod(views[0].shape[ndim:]))

@@ -1,4 +1,4 @@
-"""Which families there are: a file of ``families/`` each. Torch-free."""
+"""Which families there are: every :class:`Family` that a file of ``families/`` names. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from megatron.core.export.hf.family import Family
 def known_families() -> dict[str, Family]:
     """``model_type`` -> family."""
     modules = [import_module(f"{families.__name__}.{each.name}") for each in iter_modules(families.__path__)]
-    return {module.FAMILY.model_type: module.FAMILY for module in modules}
+    found = (each for module in modules for each in vars(module).values() if isinstance(each, Family))
+    return {each.model_type: each for each in found}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -6,6 +6,7 @@ A model trained without that head is one of these with a single kind of token, w
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.export.hf.attention_settings import equal_heads
@@ -45,7 +46,7 @@ def one_kind_of_token(settings: Mapping[str, Any]) -> dict[str, tuple[int, ...]]
 
 
 COMMON: tuple[Rule, ...] = (
-    *llama.SIZES, llama.FFN, equal_heads("hidden_size", "num_attention_heads"), llama.tied(True), EXACT_GELU,
+    *llama.SIZES, llama.FFN, equal_heads("num_attention_heads", "hidden_size"), llama.tied(True), EXACT_GELU,
     Same("norm_epsilon", "layer_norm_eps", default=1e-12), Same("hidden_dropout", "hidden_dropout_prob", default=0.1),
     Same("attention_dropout", "attention_probs_dropout_prob", default=0.1),
     Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
@@ -77,7 +78,7 @@ OLD_NAMES = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }  # fmt: skip
 
-FAMILY = Family(
+BERT = Family(
     "bert", "BertForPreTraining",
     config=(*COMMON, has_pairs("BertForMaskedLM"), Ours({"apply_residual_connection_post_layernorm": True})),
     weights={**WEIGHTS, **POST_NORMS},
@@ -85,3 +86,14 @@ FAMILY = Family(
     base="bert.", model_family="bert", also_read=("BertForMaskedLM",), aliases=OLD_NAMES,
     optional=("bert.pooler.dense", "cls.seq_relationship"), blank=one_kind_of_token,
 )  # fmt: skip
+MEGATRON_BERT = replace(
+    BERT, model_type="megatron-bert", architecture="MegatronBertForPreTraining",
+    config=(*COMMON, has_pairs("MegatronBertForMaskedLM")), also_read=("MegatronBertForMaskedLM",),
+    weights={
+        **WEIGHTS,
+        f"{OURS}.input_layernorm": f"{LAYER}.attention.ln",
+        f"{OURS}.pre_mlp_layernorm": f"{LAYER}.ln",
+        "encoder.final_layernorm": "bert.encoder.ln",
+    },
+)  # fmt: skip
+"""Megatron-LM's: norms before its branches and one behind the last."""

@@ -1,33 +1,104 @@
-"""Gemma (``GemmaForCausalLM``): LLaMA with wide heads, scaled embeddings, GeGLU, and norms stored minus one."""
+"""Gemma: LLaMA with wide heads, scaled embeddings, GeGLU, and norms stored minus one; its second and third version."""
 
-from megatron.core.export.hf.attention_settings import Rope, groups
-from megatron.core.export.hf.families.llama import (
-    AROUND,
-    ATTENTION,
-    DROPOUT,
-    FEED_FORWARD,
-    FFN,
-    NO_BIASES,
-    SIZES,
-    rms_norm,
-    tied,
-)
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.export.hf.attention_settings import FULL, SLIDING, Rope, Window, groups, unstretched_base, whole_base
+from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
-from megatron.core.export.hf.settings import Choice, Ours, Rule, Same, Theirs
+from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Rule, Same, Table, Theirs, get, refuse
 
 COMMON: tuple[Rule, ...] = (
-    *SIZES, FFN, *rms_norm(), *DROPOUT, tied(True), NO_BIASES, Same("kv_channels", "head_dim", default=256),
-    Ours({"apply_layernorm_1p": True, "apply_embedding_scaling": True}),
+    *llama.SIZES, llama.FFN, *llama.rms_norm(), *llama.DROPOUT, llama.tied(True), llama.NO_BIASES,
+    Same("kv_channels", "head_dim", default=256), Ours({"apply_layernorm_1p": True, "apply_embedding_scaling": True}),
     Theirs({"attention_bias": False, "use_bidirectional_attention": False}),
 )  # fmt: skip
 GEGLU = {"gelu_pytorch_tanh": {"geglu": True}}
 
-FAMILY = Family(
+GEMMA = Family(
     "gemma", "GemmaForCausalLM",
     config=(
         *COMMON, groups(16), Rope(), Theirs({"hidden_activation": "gelu_pytorch_tanh"}),
         Choice("hidden_act", {**GEGLU, "gelu": {"geglu": True}}, default="gelu_pytorch_tanh"),  # both mean the former
     ),
-    weights={**AROUND, **ATTENTION, **FEED_FORWARD},
+    weights=llama.WEIGHTS,
     unused=(r".*\.rotary_emb\.inv_freq",),
 )  # fmt: skip
+
+
+def cap(key: str, default: float | None) -> Computed:
+    """A soft cap, under one name in both; null says that there is none."""
+    return Computed((key,), (key,), lambda config: {key: config.get(key, default)}, lambda ours: {key: ours[key]})
+
+
+def _load_scale(config: Table) -> dict[str, Any]:
+    scalar, channels = get(config, ("query_pre_attn_scalar",), 256), get(config, ("head_dim",), 256)
+    return {"softmax_scale": None if scalar == channels else scalar**-0.5}
+
+
+def _save_scale(settings: Table) -> dict[str, Any]:
+    scale = settings["softmax_scale"]
+    scalar = settings["kv_channels"] if scale is None else round(scale**-2, 6)
+    if scalar != int(scalar):
+        raise refuse("softmax_scale", scale, "only 1 / the square root of a whole number can be said")
+    return {"query_pre_attn_scalar": int(scalar)}
+
+
+SCALE = Computed(("query_pre_attn_scalar",), ("softmax_scale",), _load_scale, _save_scale)
+SECOND: tuple[Rule, ...] = (
+    *COMMON, groups(4), SCALE, Ours({"norm_placement": "sandwich"}), Ignored(("cache_implementation", "hidden_act")),
+    Choice("hidden_activation", GEGLU, default="gelu_pytorch_tanh"),
+)  # fmt: skip
+
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM",
+    config=(
+        *SECOND, Rope(), Window(4096, every=2), cap("attn_logit_softcapping", 50.0),
+        cap("final_logit_softcapping", 30.0),
+    ),
+    weights=llama.POST_NORMS,
+)  # fmt: skip
+"""Norms on both sides of every branch, soft caps, windows in every other layer."""
+
+WINDOW = Window(4096, every=6, every_keys=("sliding_window_pattern", "_sliding_window_pattern"))
+
+
+class TwoRopes(Rope):
+    """Rotations of layers with and without a window: a table each, or (older files) keys of either."""
+
+    def __init__(self) -> None:
+        super().__init__(1e6, kinds=("default", "linear"))
+        self.theirs, self.ours = (*self.theirs, "rope_local_base_freq"), (*self.ours, "rotary_base_local")
+
+    def load(self, config: Table) -> dict[str, Any]:
+        given = get(config, ("rope_parameters",), {})
+        local = get(config, ("rope_local_base_freq",), 10000.0)
+        if isinstance(given, dict) and {FULL, SLIDING} & given.keys():
+            if strange := given.keys() - {FULL, SLIDING}:
+                raise refuse("rope_parameters", sorted(strange), f"beside {FULL} and {SLIDING}")
+            local = unstretched_base(SLIDING, given, "rope_local_base_freq", local)
+            config = {**config, "rope_parameters": given.get(FULL) or {}}
+        local = whole_base("rope_local_base_freq", local)
+        has_windows = WINDOW.load(config)["window_size"] is not None
+        return {**super().load(config), "rotary_base_local": local if has_windows else None}
+
+    def save(self, settings: Table) -> dict[str, Any]:
+        local, stretch = settings["rotary_base_local"], settings["rotary_seq_len_interpolation_factor"]
+        if local is None and settings["window_size"] is not None:
+            if stretch:
+                raise refuse("rotary_base_local", local, "the family does not stretch it")
+            local = settings["rotary_base"]
+        return {**super().save(settings), "rope_local_base_freq": float(local or 10000)}
+
+
+GEMMA3 = Family(
+    "gemma3_text", "Gemma3ForCausalLM",
+    config=(
+        *SECOND, TwoRopes(), WINDOW, Ours({"qk_layernorm": True}), Theirs({"attn_logit_softcapping": None}),
+        cap("final_logit_softcapping", None),
+    ),
+    weights=llama.POST_NORMS,
+)  # fmt: skip
+"""Gemma 3, text: Gemma 2 with normed queries and keys, without a cap of attention, and with a rotary base of
+its own in layers with a window, five of six."""

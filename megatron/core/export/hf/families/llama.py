@@ -1,9 +1,9 @@
-"""LLaMA 2 and 3.x (``LlamaForCausalLM``), and what other families have in common with it."""
+"""LLaMA 2 and 3.x, dense families that differ from it by a line or two, and what others have in common with it."""
 
-from megatron.core.export.hf.attention_settings import Rope, groups
+from megatron.core.export.hf.attention_settings import Rope, Window, groups
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Halves, QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Begin, Choice, Ours, Rule, Same, same
+from megatron.core.export.hf.settings import Begin, Choice, Ignored, Ours, Rule, Same, Theirs, same
 
 SIZES = same(
     num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
@@ -56,13 +56,78 @@ AROUND: Weights = {
     "decoder.final_layernorm": "model.norm",
     "output_layer": "lm_head",
 }
+WEIGHTS: Weights = {**AROUND, **ATTENTION, **FEED_FORWARD}
+POST_NORMS: Weights = {
+    **WEIGHTS,
+    "decoder.layers.*.post_self_attention_layernorm": "model.layers.*.post_attention_layernorm",
+    "decoder.layers.*.pre_mlp_layernorm": "model.layers.*.pre_feedforward_layernorm",
+    "decoder.layers.*.post_mlp_layernorm": "model.layers.*.post_feedforward_layernorm",
+}
+"""Of layers with norms behind their branches too."""
 
-FAMILY = Family(
+LLAMA = Family(
     "llama", "LlamaForCausalLM",
     config=(
         *common(), FFN, HEAD_SIZE, groups(), Rope(),
         Same("add_bias_linear", "attention_bias", default=False), Same("add_bias_linear", "mlp_bias", default=False),
     ),
-    weights={**AROUND, **ATTENTION, **FEED_FORWARD},
+    weights=WEIGHTS,
     unused=(r".*\.rotary_emb\.inv_freq",),
 )  # fmt: skip
+
+MISTRAL = Family(
+    "mistral", "MistralForCausalLM",
+    config=(*common(), FFN, HEAD_SIZE, groups(8), Rope(), NO_BIASES, Window(4096)),
+    weights=WEIGHTS,
+)  # fmt: skip
+"""A sliding window."""
+
+PHI3 = Family(
+    "phi3", "Phi3ForCausalLM",
+    config=(
+        *SIZES, FFN, HEAD_SIZE, groups(), *rms_norm(1e-5), tied(False),
+        SILU_GATED, NO_BIASES, Window(), Rope(share=1.0, kinds=("default",)),
+        Same("attention_dropout", "attention_dropout", default=0.0),
+        Same("hidden_dropout", "resid_pdrop", default=0.0), Same("hidden_dropout", "embd_pdrop", default=0.0),
+        Ignored(("original_max_position_embeddings",)),
+    ),
+    weights={
+        **AROUND, **ATTENTION,
+        "decoder.layers.*.self_attention.linear_qkv": QueryKeyValue("model.layers.*.self_attn.qkv_proj"),
+        "decoder.layers.*.mlp.linear_fc1": "model.layers.*.mlp.gate_up_proj",
+        "decoder.layers.*.mlp.linear_fc2": "model.layers.*.mlp.down_proj",
+    },
+)  # fmt: skip
+"""Also Phi-4: one matrix for queries, keys and values, one for both halves."""
+
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM",
+    config=(
+        *common(), FFN, HEAD_SIZE, groups(32), Rope(),
+        Ours({"add_bias_linear": False, "add_qkv_bias": True}), Window(4096, switch=True, first="max_window_layers"),
+    ),
+    weights=WEIGHTS,
+)  # fmt: skip
+"""Also Qwen2.5: biases of queries, keys and values."""
+
+QWEN3 = Family(
+    "qwen3", "Qwen3ForCausalLM",
+    config=(
+        *common(), FFN, groups(32), Rope(), NO_BIASES,
+        Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
+        Same("kv_channels", "head_dim", default=128), Window(4096, switch=True, first="max_window_layers"),
+    ),
+    weights=WEIGHTS,
+)  # fmt: skip
+"""Normed queries and keys."""
+
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM",
+    config=(
+        *SIZES, FFN, HEAD_SIZE, groups(), *rms_norm(1e-5), *DROPOUT, tied(False), SILU_GATED, NO_BIASES, Rope(),
+        Ours({"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_across_heads": True}),
+        Theirs({"attention_bias": False}),
+    ),
+    weights=POST_NORMS,
+)  # fmt: skip
+"""Norms behind branches alone; queries and keys normed across heads."""

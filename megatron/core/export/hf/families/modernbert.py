@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.core.attention.window import layer_window
-from megatron.core.export.hf.attention_settings import FULL, SLIDING, equal_heads
+from megatron.core.export.hf import attention_settings as attention
+from megatron.core.export.hf.attention_settings import FULL, SLIDING
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import QueryKeyValue
@@ -17,39 +17,21 @@ BASES = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 1
 
 def _load_layers(config: Table) -> dict[str, Any]:
     count, every = config["num_hidden_layers"], get(config, ("global_attn_every_n_layers",), 3)
-    kinds = get(config, ("layer_types",), [SLIDING if layer % every else FULL for layer in range(count)])
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {SLIDING, FULL}:
-        raise refuse("layer_types", kinds, f"but must name {SLIDING} or {FULL} for each of {count} layers")
-    bases = {kind: _base(config, kind) for kind in BASES}
-    if SLIDING not in kinds:
-        return {"rotary_base": bases[FULL], "rotary_base_local": None, "window_size": None,
-                "window_attn_skip_freq": None}  # fmt: skip
-    half = get(config, ("local_attention",), 128) // 2
-    pattern = [int(kind == SLIDING) for kind in kinds] if FULL in kinds else None
-    return {"rotary_base": bases[FULL], "rotary_base_local": bases[SLIDING], "window_size": (half, half),
-            "window_attn_skip_freq": pattern}  # fmt: skip
-
-
-def _base(config: Table, kind: str) -> int:
-    key, default = BASES[kind]
-    tables = get(config, ("rope_parameters",), {})
-    if not isinstance(tables, dict) or not isinstance(tables.get(kind) or {}, dict):
+    has = attention.layers_of_types(config, [layer % every != 0 for layer in range(count)])
+    half, tables = get(config, ("local_attention",), 128) // 2, get(config, ("rope_parameters",), {})
+    if not isinstance(tables, dict) or not all(isinstance(tables.get(kind) or {}, dict) for kind in BASES):
         raise refuse("rope_parameters", tables, f"but must be a table each for {FULL} and {SLIDING}")
-    given = {**(tables.get(kind) or {})}
-    base = given.pop("rope_theta", get(config, (key,), default))
-    if given.pop("rope_type", "default") != "default" or given:
-        raise refuse(f"rope_parameters {kind}", given, "which cannot be represented: positions are not stretched")
-    if base != int(base):
-        raise refuse(key, base, "which cannot be represented: it must be a whole number")
-    return int(base)
+    whole, local = (attention.unstretched_base(kind, tables, key, get(config, (key,), default))
+                    for kind, (key, default) in BASES.items())  # fmt: skip
+    return {"rotary_base": whole, "rotary_base_local": local if any(has) else None,
+            **attention.window_settings((half, half), has)}  # fmt: skip
 
 
 def _save_layers(settings: Table) -> dict[str, Any]:
     size, local = settings["window_size"], settings["rotary_base_local"] or settings["rotary_base"]
     if size and (size[0] != size[1] or size[0] < 0):
         raise refuse("window_size", size, "the family has windows with as many tokens on either side")
-    skip, layers = settings["window_attn_skip_freq"], range(1, settings["num_layers"] + 1)
-    has = [layer_window(size and tuple(size), skip, number) is not None for number in layers]
+    has = attention.layers_with_windows(settings)
     bases = {FULL: float(settings["rotary_base"]), SLIDING: float(local)}
     return {
         **({"local_attention": 2 * size[0]} if size else {}),
@@ -66,10 +48,10 @@ LAYERS = Computed(
 )  # fmt: skip
 OURS, LAYER = "encoder.layers.*", "model.layers.*"
 
-FAMILY = Family(
+MODERNBERT = Family(
     "modernbert", "ModernBertForMaskedLM",
     config=(
-        *llama.SIZES, llama.FFN, equal_heads("hidden_size", "num_attention_heads"), llama.tied(True), LAYERS,
+        *llama.SIZES, llama.FFN, attention.equal_heads("num_attention_heads", "hidden_size"), llama.tied(True), LAYERS,
         Same("norm_epsilon", "norm_eps", default=1e-5), Same("norm_bias", "norm_bias", default=False),
         Choice("hidden_activation", {"gelu": {"geglu": True, "exact_gelu": True}}, default="gelu"),
         Same("hidden_dropout", "mlp_dropout", default=0.0), Same("hidden_dropout", "embedding_dropout", default=0.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core.export.hf.attention_settings import equal_heads
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Halves, KeyValue, QueryKeyValue, Weights
 from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Same, Table, get, refuse, same
@@ -23,16 +24,6 @@ def _save_head(settings: Table) -> dict[str, Any]:
     return {"tie_word_embeddings": scaled, "scale_decoder_outputs": scaled}
 
 
-def _save_heads(settings: Table) -> dict[str, Any]:
-    if settings["num_query_groups"] != settings["num_attention_heads"]:
-        raise refuse("num_query_groups", settings["num_query_groups"], "the family has as many as query heads")
-    return {}
-
-
-HEADS = Computed(
-    (), ("num_query_groups", "group_query_attention"),
-    lambda config: {"num_query_groups": get(config, ("num_heads",)), "group_query_attention": False}, _save_heads,
-)  # fmt: skip
 HEAD = Computed(
     ("tie_word_embeddings", "scale_decoder_outputs"), ("untie_embeddings_and_output_weights", "scale_decoder_outputs"),
     _load_head, _save_head,
@@ -61,12 +52,13 @@ def _stack(stack: str, mlp: int) -> Weights:
 
 
 CROSS = "decoder.block.*.layer.1"
-FAMILY = Family(
+T5 = Family(
     "t5", "T5ForConditionalGeneration",
     config=(
         *same(hidden_size="d_model", num_attention_heads="num_heads", vocab_size="vocab_size", kv_channels="d_kv",
               ffn_hidden_size="d_ff", num_layers="num_layers"),
-        Same("decoder_num_layers", "num_decoder_layers", default=lambda config: config["num_layers"]), HEADS, HEAD,
+        Same("decoder_num_layers", "num_decoder_layers", default=lambda config: config["num_layers"]),
+        equal_heads("num_heads"), HEAD,
         Same("max_position_embeddings", "n_positions", default=512),
         Same("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
         Same("relative_attention_max_distance", "relative_attention_max_distance", default=128),

@@ -1,6 +1,6 @@
-"""GPT-2 (``GPT2LMHeadModel``): learned positions, matrices [in, out]."""
+"""GPT-2, and GPT-NeoX with Pythia."""
 
-from megatron.core.export.hf.attention_settings import equal_heads
+from megatron.core.export.hf.attention_settings import Rope, equal_heads
 from megatron.core.export.hf.families import llama
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Layout, QueryKeyValue
@@ -12,14 +12,14 @@ GELU = {
 }  # fmt: skip
 """Activations of layers with biases: the fused form is the tanh approximation."""
 
-FAMILY = Family(
+GPT2 = Family(
     "gpt2", "GPT2LMHeadModel",
     config=(
         *same(num_layers="n_layer", hidden_size="n_embd", num_attention_heads="n_head", vocab_size="vocab_size",
               max_position_embeddings="n_positions"),
         Same("ffn_hidden_size", "n_inner", default=lambda config: 4 * config["n_embd"]),
         Same("norm_epsilon", "layer_norm_epsilon", default=1e-5),
-        equal_heads("n_embd", "n_head"), llama.tied(True), Choice("activation_function", GELU, default="gelu_new"),
+        equal_heads("n_head", "n_embd"), llama.tied(True), Choice("activation_function", GELU, default="gelu_new"),
         Ours({"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True}),
         Same("attention_dropout", "attn_pdrop", default=0.1),
         Same("hidden_dropout", "resid_pdrop", default=0.1), Same("hidden_dropout", "embd_pdrop", default=0.1),
@@ -42,3 +42,33 @@ FAMILY = Family(
     unused=(r".*\.attn\.(masked_)?bias",),
     base="transformer.",
 )  # fmt: skip
+"""Learned positions, matrices [in, out]."""
+
+GPT_NEOX = Family(
+    "gpt_neox", "GPTNeoXForCausalLM",
+    config=(
+        *llama.SIZES, llama.FFN, Same("norm_epsilon", "layer_norm_eps", default=1e-5),
+        equal_heads("num_attention_heads", "hidden_size"), llama.tied(False),
+        Choice("hidden_act", GELU, default="gelu"),
+        Rope(base_key="rotary_emb_base", share=0.25, share_key="rotary_pct"),
+        Ours({"normalization": "LayerNorm", "add_bias_linear": True}),
+        Same("use_parallel_residual", "use_parallel_residual", default=True), Theirs({"attention_bias": True}),
+        Same("attention_dropout", "attention_dropout", default=0.0),
+        Same("hidden_dropout", "hidden_dropout", default=0.0),
+        Ignored(("classifier_dropout", "is_decoder")),
+    ),
+    weights={
+        "embedding.word_embeddings": "gpt_neox.embed_in",
+        "decoder.layers.*.input_layernorm": "gpt_neox.layers.*.input_layernorm",
+        "decoder.layers.*.self_attention.linear_qkv": "gpt_neox.layers.*.attention.query_key_value",
+        "decoder.layers.*.self_attention.linear_proj": "gpt_neox.layers.*.attention.dense",
+        "decoder.layers.*.pre_mlp_layernorm": "gpt_neox.layers.*.post_attention_layernorm",
+        "decoder.layers.*.mlp.linear_fc1": "gpt_neox.layers.*.mlp.dense_h_to_4h",
+        "decoder.layers.*.mlp.linear_fc2": "gpt_neox.layers.*.mlp.dense_4h_to_h",
+        "decoder.final_layernorm": "gpt_neox.final_layer_norm",
+        "output_layer": "embed_out",
+    },
+    unused=(r".*\.attention\.(masked_)?bias", r".*\.rotary_emb\.inv_freq"),
+    base="gpt_neox.",
+)  # fmt: skip
+"""Query, key and value of a head stand together, as ours do."""

@@ -1,0 +1,214 @@
+"""Mixtures of experts: Mixtral, Qwen, DeepSeek, GPT-OSS."""
+
+from typing import Any
+
+from megatron.core.config.errors import UserError
+from megatron.core.export.hf.attention_settings import Rope, Window, groups
+from megatron.core.export.hf.families import llama
+from megatron.core.export.hf.family import Family
+from megatron.core.export.hf.layouts import Halves, Interleaved, Weights
+from megatron.core.export.hf.settings import Choice, Computed, Ignored, Ours, Same, Table, Theirs, get, refuse, same
+
+
+def _pattern(has: list[bool]) -> int | list[int]:
+    return 1 if all(has) else [int(each) for each in has]
+
+
+def _layers_with_experts(settings: Table) -> list[bool]:
+    pattern, count = settings["moe_layer_freq"], settings["num_layers"]
+    return [layer % pattern == 0 if isinstance(pattern, int) else bool(pattern[layer]) for layer in range(count)]
+
+
+def _load_sparse_step(config: Table) -> dict[str, Any]:
+    step, dense = get(config, ("decoder_sparse_step",), 1), get(config, ("mlp_only_layers",), [])
+    count = config["num_hidden_layers"]
+    return {"moe_layer_freq": _pattern([(layer + 1) % step == 0 and layer not in dense for layer in range(count)])}
+
+
+def _save_sparse_step(settings: Table) -> dict[str, Any]:
+    dense = [layer for layer, has in enumerate(_layers_with_experts(settings)) if not has]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+EXPERT_LAYERS = Computed(
+    ("decoder_sparse_step", "mlp_only_layers"), ("moe_layer_freq",), _load_sparse_step, _save_sparse_step
+)
+"""Qwen: every so many layers, without some."""
+
+
+def _load_first_dense(config: Table) -> dict[str, Any]:
+    first, count = get(config, ("first_k_dense_replace",), 3), config["num_hidden_layers"]
+    return {"moe_layer_freq": _pattern([layer >= first for layer in range(count)])}
+
+
+def _save_first_dense(settings: Table) -> dict[str, Any]:
+    has = _layers_with_experts(settings)
+    first = has.index(True) if any(has) else len(has)
+    if not all(has[first:]):
+        raise refuse("moe_layer_freq", settings["moe_layer_freq"], "only the first layers can be dense")
+    return {"first_k_dense_replace": first}
+
+
+FIRST_DENSE = Computed(("first_k_dense_replace",), ("moe_layer_freq",), _load_first_dense, _save_first_dense)
+"""DeepSeek: all but the first ones."""
+
+
+def _shared_expert(theirs: str) -> Weights:
+    """Where the expert that every token goes to lies."""
+    ours = "decoder.layers.*.mlp.shared_experts.linear_fc"
+    return {f"{ours}1": Halves(f"{theirs}.gate_proj", f"{theirs}.up_proj"), f"{ours}2": f"{theirs}.down_proj"}
+
+
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM",
+    config=(
+        *llama.common(1e-5), llama.HEAD_SIZE, groups(8), llama.NO_BIASES, Rope(1e6), Window(),
+        Same("num_moe_experts", "num_local_experts", "num_experts", default=8),
+        Same("moe_router_topk", "num_experts_per_tok", default=2),
+        Same("moe_ffn_hidden_size", "intermediate_size"), Same("ffn_hidden_size", "intermediate_size", written=False),
+        Ours({"moe_layer_freq": 1}),
+        Ignored(("router_aux_loss_coef", "output_router_logits", "router_jitter_noise")),
+    ),
+    weights={
+        **llama.AROUND, **llama.ATTENTION,
+        "decoder.layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate",
+        "decoder.layers.*.mlp.experts.linear_fc1": Halves(
+            "model.layers.*.block_sparse_moe.experts.*.w1", "model.layers.*.block_sparse_moe.experts.*.w3"
+        ),
+        "decoder.layers.*.mlp.experts.linear_fc2": "model.layers.*.block_sparse_moe.experts.*.w2",
+    },
+)  # fmt: skip
+"""Mistral whose feed-forward networks are mixtures of experts."""
+
+MIXTURE = (
+    EXPERT_LAYERS,
+    Choice("norm_topk_prob", {each: {"moe_router_pre_softmax": not each} for each in (False, True)}, default=False),
+    Same("moe_ffn_hidden_size", "moe_intermediate_size"),
+    Ignored(("router_aux_loss_coef", "output_router_logits")),
+)
+"""What Qwen's mixtures have in common."""
+
+QWEN3_MOE = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM",
+    config=(
+        *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(4), Rope(), llama.NO_BIASES, *MIXTURE,
+        Window(4096, switch=True), Ours({"qk_layernorm": True}), Theirs({"attention_bias": False}),
+        Ignored(("max_window_layers",)),
+        Same("num_moe_experts", "num_experts", "num_local_experts", default=128),
+        Same("moe_router_topk", "num_experts_per_tok", default=8),
+    ),
+    weights={**llama.WEIGHTS, **llama.EXPERTS},
+)  # fmt: skip
+"""Qwen3 with mixtures of experts in all layers, or in some."""
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe", "Qwen2MoeForCausalLM",
+    config=(
+        *llama.common(), llama.FFN, llama.HEAD_SIZE, groups(16), Rope(), *MIXTURE,
+        Window(4096, switch=True, first="max_window_layers"),
+        Ours({"add_bias_linear": False, "moe_shared_expert_gate": True}),
+        Choice("qkv_bias", {each: {"add_qkv_bias": each} for each in (True, False)}, default=True),
+        Same("num_moe_experts", "num_experts", default=60),
+        Same("moe_router_topk", "num_experts_per_tok", default=4),
+        Same("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=5632),
+    ),
+    weights={
+        **llama.WEIGHTS, **llama.EXPERTS,
+        **_shared_expert("model.layers.*.mlp.shared_expert"),
+        "decoder.layers.*.mlp.shared_experts.gate_weight": "model.layers.*.mlp.shared_expert_gate.weight",
+    },
+)  # fmt: skip
+"""Also Qwen1.5-MoE: mixtures of experts beside a gated shared expert."""
+
+LATENTS = {
+    "linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj", "linear_kv_down_proj": "kv_a_proj_with_mqa", "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+}  # fmt: skip
+
+
+def _shared_width(config: Table) -> dict[str, Any]:
+    width = get(config, ("n_shared_experts",)) * get(config, ("moe_intermediate_size",))
+    return {"moe_shared_expert_intermediate_size": width or None}
+
+
+def _query_rank(config: Table) -> dict[str, Any]:
+    if "q_lora_rank" not in config:  # null says that there is no latent
+        raise UserError("config.json: q_lora_rank is missing")
+    return {"q_lora_rank": config["q_lora_rank"]}
+
+
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM",
+    config=(
+        *llama.SIZES, llama.FFN, *llama.DROPOUT, llama.tied(False), llama.SILU_GATED, llama.NO_BIASES,
+        FIRST_DENSE, Rope(latent=True),
+        # the norms of its latents have this epsilon whatever the key says
+        Ours({"normalization": "RMSNorm", "norm_epsilon": 1e-6, "multi_latent_attention": True, "qk_layernorm": True,
+              "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+              "moe_router_pre_softmax": False}),
+        *same(kv_lora_rank="kv_lora_rank", qk_head_dim="qk_nope_head_dim", qk_pos_emb_head_dim="qk_rope_head_dim",
+              v_head_dim="v_head_dim", num_moe_experts="n_routed_experts", moe_router_topk="num_experts_per_tok",
+              moe_ffn_hidden_size="moe_intermediate_size", moe_router_topk_scaling_factor="routed_scaling_factor",
+              moe_router_num_groups="n_group", moe_router_group_topk="topk_group"),
+        Computed(("q_lora_rank",), ("q_lora_rank",), _query_rank, lambda ours: {"q_lora_rank": ours["q_lora_rank"]}),
+        Same("num_attention_heads", "num_key_value_heads"),
+        Computed(
+            ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _shared_width,
+            lambda ours: {"n_shared_experts":
+                          (ours["moe_shared_expert_intermediate_size"] or 0) // ours["moe_ffn_hidden_size"]},
+        ),
+        Theirs({"rms_norm_eps": 1e-6, "attention_bias": False, "norm_topk_prob": True, "rope_interleave": True,
+                "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),
+        Computed(
+            ("num_nextn_predict_layers",), ("mtp_num_layers",),
+            lambda config: {"mtp_num_layers": config.get("num_nextn_predict_layers") or None},
+            lambda ours: {"num_nextn_predict_layers": ours["mtp_num_layers"] or 0},
+        ),
+        Ignored(("head_dim", "qk_head_dim", "output_router_logits", "ep_size", "aux_loss_alpha", "seq_aux")),
+    ),
+    weights={
+        **llama.WEIGHTS, **llama.EXPERTS, **_shared_expert("model.layers.*.mlp.shared_experts"),
+        **{f"decoder.layers.*.self_attention.{ours}": f"model.layers.*.self_attn.{theirs}"
+           for ours, theirs in LATENTS.items()},
+        "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+        **{f"mtp.layers.*.{each}": f"model.layers.*.{each}" for each in ("enorm", "hnorm", "eh_proj")},
+        "mtp.layers.*.final_layernorm": "model.layers.*.shared_head.norm",
+    },
+    repeated={"model.layers.*.embed_tokens.weight": "model.embed_tokens.weight",
+              "model.layers.*.shared_head.head.weight": "lm_head.weight"},
+    counts_if_held={"num_nextn_predict_layers": "model.layers.{num_hidden_layers}.eh_proj.weight"},
+    unused=(r"model\.layers\.{num_layers}\..*", r".*\.rotary_emb\.inv_freq"),
+)  # fmt: skip
+"""Also R1: latent attention, experts in groups beside a shared one.
+
+Layers of multi-token prediction are numbered on behind the last one, and hold the embedding and the output layer again.
+Files that ``transformers`` wrote lack them, whatever their config.json says.
+"""
+
+GPT_OSS = Family(
+    "gpt_oss", "GptOssForCausalLM",
+    config=(
+        *llama.SIZES, groups(8), *llama.rms_norm(1e-5), *llama.DROPOUT, llama.tied(False),
+        Rope(150000.0, kinds=("linear", "llama3", "yarn")),  # where nothing is said it is YaRN there
+        Window(128, every=2), Same("kv_channels", "head_dim", default=64),
+        Ours({"add_bias_linear": True, "quick_geglu": True, "glu_linear_offset": 1.0, "softmax_type": "learnable",
+              "moe_layer_freq": 1, "moe_router_pre_softmax": False}),
+        Same("activation_func_clamp_value", "swiglu_limit", default=7.0),
+        Same("num_moe_experts", "num_local_experts", "num_experts"),
+        Same("moe_router_topk", "num_experts_per_tok", "experts_per_token"),
+        Same("moe_ffn_hidden_size", "intermediate_size"), Same("ffn_hidden_size", "intermediate_size", written=False),
+        Theirs({"attention_bias": True, "hidden_act": "silu", "swiglu_alpha": 1.702}),
+        Ignored(("router_aux_loss_coef", "output_router_logits", "initial_context_length")),
+    ),
+    weights={
+        **llama.AROUND, **llama.ATTENTION,
+        "decoder.layers.*.self_attention.core_attention.softmax_offset": "model.layers.*.self_attn.sinks",
+        "decoder.layers.*.mlp.router": "model.layers.*.mlp.router",
+        **{f"decoder.layers.*.mlp.experts.{ours}": Interleaved(f"model.layers.*.mlp.experts.{theirs}")
+           for ours, theirs in (("linear_fc1.weight", "gate_up_proj"), ("linear_fc1.bias", "gate_up_proj_bias"),
+                                ("linear_fc2.weight", "down_proj"), ("linear_fc2.bias", "down_proj_bias"))},
+    },
+)  # fmt: skip
+"""In bf16: sinks, windows in every other layer, clamped experts with biases."""
