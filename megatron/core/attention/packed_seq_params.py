@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 
+def host_may_read(x: Tensor) -> bool:
+    """Whether a decision may depend on the values of ``x``: the host would wait for a GPU, and a CUDA graph repeats
+    what was decided while it was recorded."""
+    return not x.is_cuda
+
+
 def lengths_of_mask(mask: Tensor) -> Tensor:
     """Tokens of each row [b] of a mask [b, s] that is 1 for tokens and 0 for the padding behind them.
 
@@ -15,7 +21,7 @@ def lengths_of_mask(mask: Tensor) -> Tensor:
         ValueError: padding before a token (on GPUs nothing is raised: that would wait).
     """
     mask = mask.long()
-    if not mask.is_cuda and bool((mask.diff(dim=1) > 0).any()):
+    if host_may_read(mask) and bool((mask.diff(dim=1) > 0).any()):
         raise ValueError("attention_mask: padding stands behind all tokens of a row, here it is before some")
     return mask.sum(1)
 
@@ -53,6 +59,11 @@ class PackedSeqParams:
         return cls(cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=length, max_seqlen_kv=length)
 
     @classmethod
+    def of_padding(cls, lengths: Tensor, length: int) -> PackedSeqParams | None:
+        """:meth:`of_lengths`; None where no row has padding and the host can know."""
+        return None if host_may_read(lengths) and int(lengths.min()) == length else cls.of_lengths(lengths, length)
+
+    @classmethod
     def of_keys(cls, lengths: Tensor, num_queries: int, num_keys: int) -> PackedSeqParams:
         """Rows of ``num_queries`` queries that see the first ``lengths`` (int [b], at least 1) of their row's
         ``num_keys`` keys; the other keys are a document without queries.
@@ -60,7 +71,7 @@ class PackedSeqParams:
         Raises:
             ValueError: a row without keys (on GPUs nothing is raised: that would wait).
         """
-        if not lengths.is_cuda and bool((lengths < 1).any()):
+        if host_may_read(lengths) and bool((lengths < 1).any()):
             raise ValueError("a row of padding alone gives the other sequence nothing to see")
         keys = cls.of_lengths(lengths, num_keys).cu_seqlens_q
         assert keys is not None
@@ -81,6 +92,11 @@ class PackedSeqParams:
     def cu_seqlens_k(self) -> Tensor | None:
         """Bounds of the documents' keys: those of queries unless others are given."""
         return self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows the boundaries, or may read them."""
+        return self.bounds is not None or self.cu_seqlens_q is None or host_may_read(self.cu_seqlens_q)
 
     def all_bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """:meth:`document_bounds` of queries and of keys, each read from its device once."""
@@ -146,7 +162,7 @@ class PackedSeqParams:
         # not isin, which sorts out duplicates and waits for how many are left
         starts = bounds[torch.searchsorted(bounds, rows).clamp(max=len(bounds) - 1)] == rows
         fits = ends & (bounds.diff() >= 0).all() & starts.all()
-        if bounds.is_cuda:
+        if not host_may_read(bounds):
             torch._assert_async(fits)
         elif not fits:
             raise ValueError(

@@ -114,10 +114,13 @@ def cuda_graphs_repeat_fixed_work(cfg: PretrainConfig) -> Problems:
     if cfg.cuda_graph_impl != "local":
         return
     replicas = cfg.data_parallel_size > 1
+    sinks = cfg.model_family != "gpt" and cfg.softmax_type != "vanilla"
     reasons = {
         "has sums over other ranks inside": cfg.tensor_model_parallel_size > 1 or cfg.context_parallel_size > 1,
         "waits for other stages": cfg.pipeline_model_parallel_size > 1,
         "is cut by the documents' boundaries (--reset-attention-mask)": cfg.reset_attention_mask,
+        "has a length of its own (--use-packed-sequence)": cfg.use_packed_sequence,
+        "is cut by the padding (--softmax-type, whose blocks the host plans)": sinks,
         "asks for the random state (recomputation does)": cfg.recompute_granularity is not None,
         "gathers weights (--use-torch-fsdp2)": cfg.use_torch_fsdp2,
         "starts sums of gradients (--overlap-grad-reduce)": cfg.overlap_grad_reduce and replicas,

@@ -19,12 +19,11 @@ NOT_FOR_ENCODERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "eod_mask_loss": ("the loss is of masked words", "leave it out"),
         "spec": ("layers of your own train in pretrain_gpt.py", "leave it out, or --spec local"),
         "use_rope_scaling": ("is of pretrain_gpt.py", "--position-embedding-type yarn stretches rotary positions too"),
-        "cuda_graph_impl": ("every micro-batch has padding of its own", "leave it out"),
     }
 )
 """Fields that only GPT has, why, and what to do."""
 
-ALLOWED: Mapping[str, object] = MappingProxyType({"spec": ["local"], "cuda_graph_impl": "none"})
+ALLOWED: Mapping[str, object] = MappingProxyType({"spec": ["local"]})
 
 
 def the_model_takes_what_is_asked(cfg: PretrainConfig) -> Problems:

@@ -6,13 +6,16 @@ micro-batches lose most of their time with. A recording repeats the same kernels
 * what differs between micro-batches is copied into the recording's own input tensors: the batch, in which the samples'
   numbers stand that dropout masks depend on (there is no generator state to keep in step), and the constant that the
   loss is multiplied with, which ramp-ups and loss scales change;
+* batches come to forward steps on the device, also before the recording, so that no step or kernel is chosen by their
+  values: bounds of padding are numbers that kernels read (``host_may_read`` in ``attention/packed_seq_params.py``);
 * gradients are added to ``main_grad`` by the hooks' kernels, which are recorded like all others; what hooks do on the
   host happens once, while recording. The sums over data-parallel ranks start after the last replay;
 * weights, ``main_grad`` and the recording's own memory stay where they are.
 
 The first iterations run without a recording, on the stream that records later (the nodes that accumulate gradients
 belong to the stream that made them), and load and tune the kernels. The numbers are those of plain execution, bit for
-bit. What has no fixed shape, or waits for other ranks inside a micro-batch, is refused (``rules/backends.py``).
+bit where the same kernels serve without padding and with it. What has no fixed shape, or waits for other ranks inside
+a micro-batch, is refused (``rules/backends.py``).
 """
 
 from __future__ import annotations
@@ -85,8 +88,9 @@ class GraphedForwardBackward:
         with nullcontext() if self.stream is None else _on(self.stream):
             if self.remaining_warmup > 0:
                 self.remaining_warmup -= 1
+                batches = (to_device(batch, self.device) for batch in data_iterator)
                 return self.plain(
-                    forward_step_func=forward_step_func, data_iterator=data_iterator, model=model,
+                    forward_step_func=forward_step_func, data_iterator=batches, model=model,
                     num_microbatches=num_microbatches, loss_transform=loss_transform, **shapes,
                 )  # fmt: skip
             (chunk,) = model

@@ -30,9 +30,6 @@ from megatron.training.tasks.language_model import LanguageModelTask, mock_data,
 class BertTask(LanguageModelTask):
     """BERT on sentences that ``tools/preprocess_data.py --split-sentences`` wrote."""
 
-    pair_weight: Tensor | float = 0.0
-    """Weight of a pair of texts beside a masked token: masked tokens per pair in the global batch."""
-
     def model_provider(
         self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None
     ) -> nn.Module:
@@ -60,8 +57,8 @@ class BertTask(LanguageModelTask):
         return self.datasets(BERTMaskedWordPieceDataset, config, num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
-        """The same micro-batches, of which it is known how many masked tokens and pairs all ranks have together: the
-        mean over pairs and the mean over masked tokens weigh the same."""
+        """The same micro-batches with ``pair_weight``, of a pair of texts beside a masked token: masked tokens per pair
+        in the global batch, so that the mean over pairs and the mean over masked tokens weigh the same."""
         if not self.cfg.bert_binary_head or data_iterator is None:
             return data_iterator
         batches = list(islice(data_iterator, num_microbatches))
@@ -70,22 +67,25 @@ class BertTask(LanguageModelTask):
         dp = parallel_state.get_process_groups().dp
         if dp.size > 1:
             dist.all_reduce(tokens_and_pairs, group=dp.handle)
-        self.pair_weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # at least 1: as ``mean_factor``
-        return iter(batches)
+        weight = tokens_and_pairs[0].clamp(min=1.0) / tokens_and_pairs[1]  # at least 1: as ``mean_factor``
+        # a part of the batch, not of the task: a CUDA graph reads the tensors that it was recorded with
+        return iter([{**batch, "pair_weight": weight} for batch in batches])
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, counts (of which pairs the
-        loss is added here), sample_index [b]; bounds of tokens and padding (``documents``), None without padding. Under
-        context parallelism this rank's tokens. With --use-packed-sequence as :meth:`_packed` says."""
+        loss is added here), sample_index [b]; bounds of tokens and padding (``documents``), None without padding;
+        ``pair_weight``, 0 in evaluation. Under context parallelism this rank's tokens. With --use-packed-sequence as
+        :meth:`_packed` says."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
+        weight = batch.pop("pair_weight", 0.0)
         batch, lengths = longest_first(batch, batch.pop("padding_mask").sum(1))
         batch["labels"] = batch["labels"].clamp(min=0)
         if self.cfg.use_packed_sequence:
-            return self._packed(batch, lengths)
+            return {**self._packed(batch, lengths), "pair_weight": weight}
         length = batch["text"].shape[1]
         batch["counts"] = (batch["sample_index"] >= 0) & parallel_state.get_process_groups().cp.is_first
-        documents = PackedSeqParams.of_lengths(lengths, length) if int(lengths.min()) < length else None
-        return on_device(get_batch_on_this_cp_rank(batch), documents)
+        documents = PackedSeqParams.of_padding(lengths, length)
+        return {**on_device(get_batch_on_this_cp_rank(batch), documents), "pair_weight": weight}
 
     def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
         """One row: sample_index and position_ids [1, n] of every token, ``first_tokens``, where this rank's tokens
@@ -102,14 +102,14 @@ class BertTask(LanguageModelTask):
         return on_device(row, documents)
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum of the losses of masked tokens and, weighted by :attr:`pair_weight`, of the order of pairs. ``output``:
+        """Sum of the losses of masked tokens and, weighted by ``pair_weight``, of the order of pairs. ``output``:
         losses [b, s], and logits [b, 2] or None."""
         losses, binary_logits = output
         loss, num_tokens, report = super().loss_func(batch, losses)
         if binary_logits is not None:
             order, pairs = self._order_loss(batch, binary_logits)
             report["sop loss"] = torch.stack([order.detach().double(), pairs.double()])
-            loss = loss + self.pair_weight * order
+            loss = loss + (batch["pair_weight"] * order).to(loss.dtype)
         return loss, num_tokens, report
 
     def _order_loss(self, batch: dict[str, Tensor], logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.core.attention.kernels.base import SIXTEEN_BIT, FlashKernel, Request
 from megatron.core.attention.kernels.padded_rows import attend_padded_rows
-from megatron.core.attention.masks import Mask, hidden_pairs
+from megatron.core.attention.masks import Mask, document_mask, hidden_pairs
 from megatron.core.attention.tiles import Tile, whole_tile
 from megatron.core.attention.window import Window
 from megatron.core.config.errors import UserError
@@ -47,9 +47,9 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
 }
 _WITH_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels for dense masks, which only callers of the library pass, in order of preference. Not cuDNN, whose backward
-pass is reported to make NaN of rows with small logits under a mask (pytorch/pytorch#196678: lengths of 64 modulo 128).
-"""
+"""Kernels for dense masks, of callers of the library and of documents that the host may not read, best first.
+Not cuDNN, whose backward pass is reported to make NaN of rows with small logits under a mask (pytorch/pytorch#196678:
+lengths of 64 modulo 128)."""
 
 
 def cudnn_supports(request: Request) -> str | None:
@@ -109,8 +109,11 @@ class TorchAttention(FlashKernel):
         if mask.documents is not None and mask.hidden is not None:
             raise ValueError("give either an attention mask or packed documents, not both")
         flash = self.name in ("cudnn", "flash") and query.is_cuda and query.dtype in SIXTEEN_BIT
-        if mask.documents is not None:
+        if mask.documents is not None and (flash or mask.documents.known):
             return (self._documents if flash else self._document_by_document)(query, key, value, mask)
+        if mask.documents is not None:
+            hidden = document_mask(mask.documents, query.shape[1], len(query), len(key))
+            mask = replace(mask, documents=None, hidden=hidden)
         # SDPA has no way to ask for a window but a mask of the whole sequence
         if flash and self.name == "flash" and mask.visibility.window is not None and mask.hidden is None:
             return super().attend(query, key, value, mask)

@@ -227,7 +227,5 @@ def _documents(
 ) -> tuple[PackedSeqParams | None, PackedSeqParams | None]:  # fmt: skip
     """What the encoder's tokens, and what the decoder's, see of the encoder's; None for both where there is no
     padding, which only the host can know."""
-    if not lengths.is_cuda and int(lengths.min()) == length:
-        return None, None
-    of_keys = PackedSeqParams.of_keys(lengths, target_length, length)
-    return PackedSeqParams.of_lengths(lengths, length).on(device), of_keys.on(device)
+    own = PackedSeqParams.of_padding(lengths, length)
+    return own and own.on(device), own and PackedSeqParams.of_keys(lengths, target_length, length).on(device)

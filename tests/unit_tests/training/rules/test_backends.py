@@ -19,8 +19,8 @@ TINY = (
 ENGINE = "--transformer-impl transformer_engine "
 
 
-def problems(text, world_size=1):
-    return [str(each) for each in check(resolve(parse_args((TINY + text).split()), world_size))]
+def problems(text, world_size=1, family="gpt"):
+    return [str(each) for each in check(resolve(parse_args((TINY + text).split(), model_family=family), world_size))]
 
 
 def bad_value(text):
@@ -104,6 +104,22 @@ def test_what_a_cuda_graph_cannot_hold_is_refused(text, problem, everything_inst
     assert problems("--cuda-graph-impl local --global-batch-size 8", 2) == []
     found = problems(f"--cuda-graph-impl local {text}", 2)
     assert len(found) == 1 and problem in found[0], found
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "problem"),
+    [
+        ("bert", "--use-packed-sequence --attention-dropout 0", "has a length of its own"),
+        ("bert", "--softmax-type learnable", "is cut by the padding"),
+        ("t5", "--softmax-type off-by-one --decoder-seq-length 16", "is cut by the padding"),
+    ],
+)
+def test_a_cuda_graph_of_padded_rows_holds_no_lengths(family, text, problem, everything_installed):
+    lengths = "--decoder-seq-length 16 " * (family == "t5")
+    assert problems(f"--cuda-graph-impl local {lengths}", family=family) == []
+    found = problems(f"--cuda-graph-impl local {text}", family=family)
+    assert len(found) == 1 and problem in found[0], found
+    assert problems("--cuda-graph-impl local --softmax-type learnable") == []
 
 
 def test_a_cuda_graph_needs_a_gpu(monkeypatch):

@@ -1,21 +1,31 @@
 """A recorded micro-batch gives the bits of plain execution: losses and gradients, over changing data and loss factors.
 
-On a CPU the replay calls the recorded function again, which proves all but the recording itself.
+On a CPU the replay calls the recorded function again, or (:class:`Tape`) the operations that were recorded, on the
+tensors that they had then.
 """
 
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.compat.training_utils import to_device
+from megatron.core.attention import packed_seq_params
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+from megatron.core.random import philox
+from megatron.core.tensor_parallel import cross_entropy, layers
+from megatron.training.data.loader import KeyedDataset, collate
 from megatron.training.start.cuda_graphs import GraphedForwardBackward
+from megatron.training.tasks.language_model import task_class
+from megatron.training.verify.layout_trace import with_synthetic_data
+from tests.test_utils.layouts import MODEL, VOCAB_SIZE, configure
+from tests.unit_tests.core.transformer.moe.test_host_reads import Reads, Waits
 
 VOCAB, LENGTH, BATCH, MICRO_BATCHES = 50, 16, 2, 3
 
@@ -54,19 +64,20 @@ def forward_step(data_iterator, model, device):
     return output, loss_func
 
 
-def train(model, forward_backward, device, steps=6):
+def train(model, forward_backward, device, steps=6, task=None):
     """Everything that came out: logged values and gradients of each step, the weights after it."""
+    step_of_task = partial(forward_step, device=device) if task is None else task.forward_step
     outcome = []
     for step in range(steps):
         model.zero_grad_buffer()
         results = forward_backward(
-            forward_step_func=partial(forward_step, device=device), data_iterator=batches(step), model=[model],
-            num_microbatches=MICRO_BATCHES, loss_transform=lambda loss, step=step: loss / (7.0 + step),
+            forward_step_func=step_of_task, data_iterator=batches(step) if task is None else samples(task, step),
+            model=[model], num_microbatches=MICRO_BATCHES, loss_transform=lambda loss, step=step: loss / (7.0 + step),
             seq_length=LENGTH, micro_batch_size=BATCH,
         )  # fmt: skip
         model.finish_grad_sync()
         for result in results:
-            outcome += [result.num_tokens, result.logged["lm loss"]]
+            outcome += [result.num_tokens, *result.logged.values()]
         with torch.no_grad():
             for param in model.parameters():
                 outcome.append(param.main_grad.clone())
@@ -128,3 +139,132 @@ def test_cuda_graphs_with_fused_attention_agree(length, monkeypatch):
     )
     for found, wanted in zip(train(make_model(**choices), graphed, device), expected):
         torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-3)
+
+
+class Tape(TorchDispatchMode):
+    """What a CUDA graph is to a GPU: operations, and the tensors that each of them read and wrote."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.made, self.before = [], set(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, function._schema
+        given = {each.name: x for each, x in zip(schema.arguments, args)} | kwargs
+        written = [given[each.name] for each in schema.arguments
+                   if each.name in given and each.alias_info and each.alias_info.is_write]  # fmt: skip
+        self.before += [(x, x.clone()) for x in written if x.untyped_storage().data_ptr() not in self.made]
+        out = function(*args, **kwargs)
+        if not any(each.alias_info for each in schema.returns):
+            new = [x for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)]
+            self.made |= {x.untyped_storage().data_ptr() for x in new}
+            self.calls.append((function, args, kwargs, new))
+        elif written:
+            self.calls.append((function, args, kwargs, []))
+        return out
+
+    def undo(self):
+        """Recording changes nothing."""
+        for x, value in reversed(self.before):
+            x.copy_(value)
+
+    @torch.no_grad()
+    def replay(self):
+        for function, args, kwargs, kept in self.calls:
+            out = function(*args, **kwargs)
+            for old, x in zip(kept, out if isinstance(out, tuple | list) else [out]):
+                old.copy_(x)
+
+
+def record_tape(run, stream):
+    """Also sees that the host reads nothing, and that no shape depends on values."""
+    reads, waits, tape = Reads(), Waits(), Tape()
+    with reads, waits, tape:
+        outputs = run()
+    tape.undo()
+    assert reads.found == waits.found == []
+
+    def replay():
+        tape.replay()
+        return outputs
+
+    return replay
+
+
+def samples(task, step):
+    """Micro-batches with padding, of which some count nothing."""
+    data, size = KeyedDataset(task.train_valid_test_datasets_provider((0, 0, 0))[0]), task.cfg.micro_batch_size
+    starts = range(step * MICRO_BATCHES * size, (step + 1) * MICRO_BATCHES * size, size)
+    made = (collate([data[index, index] for index in range(start, start + size)]) for start in starts)
+    return task.global_batch(made, MICRO_BATCHES)
+
+
+def task_and_model(family, flags, precision="fp32"):
+    sizes = "--num-layers 2 --hidden-size 64 --micro-batch-size 4"
+    cfg = configure([*MODEL, *sizes.split(), *flags.split()], 1, precision, family)
+    task = with_synthetic_data(task_class(family), VOCAB_SIZE)(cfg)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    return task, DistributedDataParallel(None, ddp, task.model_provider(), groups=SINGLE_PROCESS)
+
+
+def train_task(family, flags, precision="fp32", *, graphs=None):
+    """What :func:`train` finds, plain or with the options of ``graphs``."""
+    task, model = task_and_model(family, flags, precision)
+    device, run = next(model.parameters()).device, forward_backward_no_pipelining
+    if graphs is not None:
+        run = GraphedForwardBackward(run, device, warmup_steps=2, **graphs)
+    return train(model, run, device, steps=5, task=task)
+
+
+DROPOUT = "--attention-dropout 0.1 --hidden-dropout 0.1"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+T5 = "--decoder-num-layers 2 --decoder-seq-length 16"
+RELATIVE = f"{T5} --position-embedding-type relative --relative-attention-num-buckets 8"
+MODERN = "--position-embedding-type rope --window-size 4,4 --window-attn-skip-freq 2 --swiglu --embed-layernorm"
+PADDED = [
+    ("bert", DROPOUT),
+    ("bert", NO_DROPOUT),
+    ("bert", f"{MODERN} {NO_DROPOUT} --bert-no-binary-head"),
+    ("t5", f"{T5} {DROPOUT}"),
+    ("t5", f"{T5} {NO_DROPOUT}"),
+    ("t5", f"{RELATIVE} {DROPOUT}"),
+]
+
+
+@pytest.mark.parametrize("family, flags", PADDED)
+def test_replays_of_padded_batches_equal_plain_execution(family, flags, monkeypatch):
+    for module in (layers, cross_entropy):
+        monkeypatch.setattr(module, "check_ids", lambda *_: None)  # which reads ids in host memory alone
+    monkeypatch.setattr(philox, "philox", philox._rounds)  # in torch, as on a device
+    expected = train_task(family, flags, "fp64")
+    monkeypatch.setattr(packed_seq_params, "host_may_read", lambda x: False)
+    found = train_task(family, flags, "fp64", graphs={"record": record_tape})
+    if DROPOUT in flags:
+        assert_equal_bits(found, expected)
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected):  # kernels that take padding otherwise where its bounds are known
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family, flags", PADDED)
+def test_cuda_graphs_of_padded_batches_equal_plain_execution_bit_for_bit(family, flags, precision):
+    flags += " --attention-backend unfused" + " --bf16" * (precision == "bf16")
+    stream = torch.cuda.Stream(torch.cuda.current_device())
+    assert_equal_bits(train_task(family, flags, graphs={"stream": stream}), train_task(family, flags))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "family, flags", [*(each for each in PADDED if NO_DROPOUT in each[1]), ("t5", f"{RELATIVE} {NO_DROPOUT}")]
+)
+def test_cuda_graphs_of_padded_batches_with_fused_attention_agree(family, flags, precision):
+    """With the same kernels, of batches that are on the device; those of plain runs are chosen by the padding."""
+    flags += " --seq-length 128 --max-position-embeddings 128" + " --bf16" * (precision == "bf16")
+    flags += " --decoder-seq-length 128" * (family == "t5")
+    stream = torch.cuda.Stream(torch.cuda.current_device())
+    expected = train_task(family, flags, graphs={"record": lambda run, stream: run, "stream": stream})
+    for found, wanted in zip(train_task(family, flags, graphs={"stream": stream}), expected, strict=True):
+        assert (found - wanted).abs().max() <= 0.03 * wanted.abs().max() + 3e-3
