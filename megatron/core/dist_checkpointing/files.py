@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+
+MAX_JSON = 2**30
 
 
 def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = False) -> bytes:
@@ -34,3 +38,20 @@ def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = Fal
         raise
     except OSError as error:
         raise CheckpointDamagedError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """The table in a JSON file of anybody's.
+
+    Raises:
+        FileNotFoundError: there is none.
+        CheckpointDamagedError: it holds anything else, or is no regular file.
+    """
+    data = read_regular_file(path, MAX_JSON, follow=True)
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamagedError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise CheckpointDamagedError(f"{path}: not a table")
+    return value

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,15 +21,22 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
+from megatron.core.dist_checkpointing.errors import (
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointWriteError,
+    listed,
+)
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, MAX_HEADER_BYTES
-from megatron.core.dist_checkpointing.writer import fsync_path, host_blocks, safetensors_header
+from megatron.core.dist_checkpointing.writer import fsync_path, host_blocks, safetensors_header, write_file
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import DTYPES
 
 MAX_FILE_BYTES = 4 * 2**30
 """A larger file begins only for a single tensor that is larger itself."""
 HIDDEN = ".converting"
+INDEX = "model.safetensors.index.json"
 
 
 def size_of(tensor: LazyTensor) -> int:
@@ -110,6 +117,33 @@ def in_files(tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES)
         held += size_of(tensor)
     # wide elements first: every tensor of a file then begins at a multiple of its element's size
     return [dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)) for group in groups if group]
+
+
+def read_shards(
+    index: Path, read: Callable[[Path], dict[str, LazyTensor]] = read_safetensors
+) -> dict[str, LazyTensor]:  # fmt: skip
+    """The tensors that ``index`` names, of files that hold these and no others.
+
+    Raises:
+        CheckpointDamagedError: a file or tensor is missing, left over, or not one of that folder.
+    """
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointDamagedError(f"{index}: weight_map is not a table of files")
+    found: dict[str, LazyTensor] = {}
+    for file in sorted(set(names.values())):
+        if Path(file).name != file:
+            raise CheckpointDamagedError(f"{index}: refuses the file name {file!r:.80}: only names without a folder")
+        path, here = index.parent / file, {name for name, home in names.items() if home == file}
+        if not path.is_file():
+            raise CheckpointDamagedError(f"{index.parent}: {file} is missing, which holds {listed(sorted(here))}")
+        shard = read(path)
+        if missing := sorted(here - shard.keys()):
+            raise CheckpointDamagedError(f"{path}: lacks what {index.name} says that it holds: {listed(missing)}")
+        if foreign := sorted(shard.keys() - here):
+            raise CheckpointDamagedError(f"{path}: holds what {index.name} does not name: {listed(foreign)}")
+        found |= shard
+    return found
 
 
 class Target:
@@ -218,6 +252,22 @@ class Target:
         self.done[name] = entry
         self._append([name, entry])
         return entry
+
+    def write_shards(self, tensors: Mapping[str, LazyTensor], max_bytes: int = MAX_FILE_BYTES) -> None:
+        """``model.safetensors``, or files of bounded size and their index."""
+        shards, names = in_files(tensors, max_bytes), dict[str, str]()
+        for number, shard in enumerate(shards, 1):
+            several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            file = several if len(shards) > 1 else "model.safetensors"
+            self.write(file, shard, {"format": "pt"})
+            names |= dict.fromkeys(shard, file)
+        if len(shards) > 1:
+            total = sum(size_of(tensor) for tensor in tensors.values())
+            self.write_json(INDEX, {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))})
+
+    def write_json(self, name: str, value: Any) -> None:
+        """The file ``name``, indented."""
+        write_file(self.folder / name, json.dumps(value, indent=2).encode() + b"\n")
 
     def publish(self) -> None:
         """Gives the folder its final name."""

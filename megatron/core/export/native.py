@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -13,18 +12,17 @@ from typing import Any
 import torch
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.files import read_regular_file
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.manifest import FORMAT, FORMAT_VERSION, MANIFEST, encode
 from megatron.core.dist_checkpointing.reader import CheckpointReader, misfits
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
-from megatron.core.export.files import MAX_FILE_BYTES, Target, in_files, read_safetensors
+from megatron.core.export.files import INDEX, MAX_FILE_BYTES, Target, in_files, read_safetensors, read_shards
 from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.rectangles import Rectangle
 from megatron.core.sharding.sharded_tensor import DTYPE_NAMES, DTYPES, ShardedTensor
 
 SETTINGS = "settings.json"
-INDEX = "model.safetensors.index.json"
 
 
 def load_native(checkpoint_dir: str | os.PathLike) -> Interchange:
@@ -92,49 +90,25 @@ def load_safetensors(folder: str | os.PathLike) -> Interchange:
     folder = Path(folder)
     if not folder.is_dir():
         return Interchange({}, read_safetensors(folder))
-    tensors: dict[str, LazyTensor] = {}
-    weight_map = _json(folder / INDEX).get("weight_map")
-    if weight_map is not None and not isinstance(weight_map, dict):
-        raise CheckpointDamagedError(f"{folder / INDEX}: weight_map is not a table")
-    names = sorted(set(weight_map.values()) if weight_map else {path.name for path in folder.glob("*.safetensors")})
-    if not names:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         raise CheckpointError(f"{folder}: holds no *.safetensors")
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-            raise CheckpointDamagedError(f"{folder}: the shard {name!s:.80} that {INDEX} names is missing")
-        found = read_safetensors(folder / name)
+    tensors: dict[str, LazyTensor] = {}
+    if (folder / INDEX).exists():
+        tensors, files = read_shards(folder / INDEX), []
+    for file in files:
+        found = read_safetensors(file)
         if twice := found.keys() & tensors.keys():
-            raise CheckpointDamagedError(f"{folder / name}: {min(twice)} is in another file too")
+            raise CheckpointDamagedError(f"{file}: {min(twice)} is in another file too")
         tensors |= found
-    if weight_map and (missing := weight_map.keys() - tensors.keys()):
-        raise CheckpointDamagedError(f"{folder}: {min(missing)} is not in {weight_map[min(missing)]}, as {INDEX} says")
-    return Interchange(_json(folder / SETTINGS), tensors)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_regular_file(path, 2**30, follow=True))
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointDamagedError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise CheckpointDamagedError(f"{path}: not a table")
-    return value
+    settings = folder / SETTINGS
+    return Interchange(read_json(settings) if settings.exists() else {}, tensors)
 
 
 def save_safetensors(interchange: Interchange, target: Target, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Plain safetensors in files of bounded size with an index, under this project's names, and ``settings.json``."""
-    groups = in_files(interchange.tensors, max_file_bytes)
-    weight_map: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        target.write(file, group, {"format": "pt"})
-        weight_map |= dict.fromkeys(group, file)
-    write_file(target.folder / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2).encode())
-    write_file(target.folder / SETTINGS, json.dumps(interchange.settings, indent=2, sort_keys=True).encode())
+    """Plain safetensors in files of bounded size under this project's names, and ``settings.json``."""
+    target.write_shards(interchange.tensors, max_file_bytes)
+    target.write_json(SETTINGS, dict(sorted(interchange.settings.items())))
 
 
 class InterchangeReader:

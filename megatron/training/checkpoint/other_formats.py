@@ -25,10 +25,10 @@ from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped
 from megatron.core.export.hf import load_hf, load_hf_settings
-from megatron.core.export.hf.config_file import read_json
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import ProcessGroups

@@ -8,33 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.config.errors import UserError
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
-from megatron.core.dist_checkpointing.files import read_regular_file
+from megatron.core.dist_checkpointing.files import MAX_JSON, read_json
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.registry import family_of
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-MAX_JSON = 2**28
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The table in ``config.json``."""
-    return read_json(folder / CONFIG)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The table in a JSON file of anybody's; ``UserError`` for anything else."""
-    try:
-        value = json.loads(read_regular_file(path, MAX_JSON, follow=True))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent}: no folder of a Hugging Face model: {path.name} is missing") from None
-    except CheckpointDamagedError as error:
-        raise UserError(str(error)) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: not a table")
-    return value
 
 
 def weight_names(folder: Path) -> set[str]:
@@ -51,7 +29,10 @@ def weight_names(folder: Path) -> set[str]:
 
 def load_settings(folder: Path) -> tuple[Family, dict[str, Any]]:
     """The family of a folder, and the settings that its ``config.json`` says."""
-    config = read_config(folder)
+    try:
+        config = read_json(folder / CONFIG)
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no folder of a Hugging Face model: {CONFIG} is missing") from None
     family = family_of(config)
     try:
         for key, name in family.counts_if_held.items():

@@ -13,8 +13,8 @@ import torch
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import listed
-from megatron.core.export.files import read_safetensors
-from megatron.core.export.hf.config_file import CONFIG, GENERATION, load_settings, read_json
+from megatron.core.export.files import read_safetensors, read_shards
+from megatron.core.export.hf.config_file import CONFIG, GENERATION, load_settings
 from megatron.core.export.hf.conversion import expected, placements, to_ours
 from megatron.core.export.hf.family import Family, complete
 from megatron.core.export.interchange import Interchange
@@ -58,28 +58,8 @@ def _open_weights(folder: Path) -> dict[str, LazyTensor]:
         if single.is_file() and not index.is_file():
             return opener(single)
         if index.is_file():
-            return _open_shards(index, opener)
+            return read_shards(index, opener)
     raise UserError(f"{folder}: no weights: model.safetensors, pytorch_model.bin or an index of either is expected")
-
-
-def _open_shards(index: Path, opener: Any) -> dict[str, LazyTensor]:
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise UserError(f"{index}: weight_map is not a table of files")
-    found: dict[str, LazyTensor] = {}
-    for file in sorted(set(names.values())):
-        if Path(file).name != file:
-            raise UserError(f"{index}: refuses the file name {file!r:.80}: only names without a folder will do")
-        here = sorted(name for name, home in names.items() if home == file)
-        if not (index.parent / file).is_file():
-            raise UserError(f"{index.parent}: {file} is missing, which holds {listed(here)}")
-        shard = opener(index.parent / file)
-        if missing := sorted(set(here) - set(shard)):
-            raise UserError(f"{index.parent / file}: lacks what {index.name} says that it holds: {listed(missing)}")
-        if foreign := sorted(set(shard) - set(here)):
-            raise UserError(f"{index.parent / file}: holds what {index.name} does not name: {listed(foreign)}")
-        found |= shard
-    return found
 
 
 def _open_bin(path: Path) -> dict[str, LazyTensor]:

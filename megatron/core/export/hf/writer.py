@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import CheckpointWriteError, listed
+from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
-from megatron.core.export.files import Target, in_files, size_of
-from megatron.core.export.hf.config_file import CONFIG, GENERATION, read_json
+from megatron.core.export.files import Target
+from megatron.core.export.hf.config_file import CONFIG, GENERATION
 from megatron.core.export.hf.conversion import Placement, placements, to_theirs
 from megatron.core.export.hf.family import complete, counters
 from megatron.core.export.hf.registry import family_for
@@ -49,11 +48,11 @@ def save(
     config |= {name: before[name] for name in sorted(chosen.passive & before.keys() - OWN)}
     with nullcontext(folder) if isinstance(folder, Target) else Target(folder) as target:
         try:
-            _write_weights(target, tensors, max_shard_bytes)
-            _write_json(target.folder / CONFIG, config)
+            target.write_shards(tensors, max_shard_bytes)
+            target.write_json(CONFIG, config)
             ids = {name: config[name] for name in TOKENS if name in config}
             if f"hf/{GENERATION}" not in model.assets and chosen.model_family != "bert":  # which generates nothing
-                _write_json(target.folder / GENERATION, {"_from_model_config": True, **ids})
+                target.write_json(GENERATION, {"_from_model_config": True, **ids})
             made = tokenizer_files(settings, model.assets)
             for name, content in made.items():
                 write_file(target.folder / name, content)
@@ -88,21 +87,3 @@ def _check(plan: list[Placement], tensors: Mapping[str, LazyTensor]) -> None:
     if problems:
         first = listed(problems, "; ")
         raise UserError(f"weights and settings do not fit ({len(problems)} problems): {first}")
-
-
-def _write_weights(target: Target, tensors: Mapping[str, LazyTensor], max_shard_bytes: int) -> None:
-    shards = in_files(tensors, max_shard_bytes)
-    names: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        several = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = several if len(shards) > 1 else "model.safetensors"
-        target.write(file, shard, {"format": "pt"})
-        names |= dict.fromkeys(shard, file)
-    if len(shards) > 1:
-        total = sum(size_of(tensor) for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-        _write_json(target.folder / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    write_file(path, json.dumps(value, indent=2).encode() + b"\n")
