@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel
@@ -34,9 +35,12 @@ GROUPS = "--group-query-attention --num-query-groups 2"
 KINDS = {
     "learned": ({}, "", {"share_embeddings_and_output_weights": True}),
     "rope": ({"num_query_groups": 2}, GROUPS, {"position_embedding_type": "rope"}),
-    "relative": ({}, "", {"share_embeddings_and_output_weights": True, "position_embedding_type": "relative"}),
+    "relative-scaled": (
+        {"scale_decoder_outputs": True}, "--scale-decoder-outputs",
+        {"share_embeddings_and_output_weights": True, "position_embedding_type": "relative"},
+    ),
     "relative-untied": ({"num_query_groups": 2}, GROUPS, {"position_embedding_type": "relative"}),
-}
+}  # fmt: skip
 
 
 def make_config(**fields):
@@ -137,6 +141,12 @@ def test_messages_are_of_a_ranks_positions_and_heads():
     assert model.message_shapes((24, 12), 5) == [(4, 5, 32), (2, 5, 32), (8, 2), (8, 2)]
 
 
+def test_without_padding_there_are_no_documents(monkeypatch):
+    monkeypatch.setattr(PackedSeqParams, "of_lengths", None)
+    text, answer, *_ = arrays()
+    make_model()(text, answer, encoder_lengths=torch.tensor([LENGTH, LENGTH]))
+
+
 def test_no_token_sees_padding():
     model = make_model().eval()
     text, answer, labels, lengths = arrays()
@@ -198,7 +208,7 @@ def test_bytes_of_the_decoder_are_counted_per_token_of_the_encoder():
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 def test_relative_positions_count_where_kernels_without_a_bias_would_serve(stack):
-    model = make_model("relative", fields={"attention_dropout": 0.0}).eval()
+    model = make_model("relative-untied", fields={"attention_dropout": 0.0}).eval()
     text, answer, labels, _ = arrays()
     with torch.no_grad():
         before = model(text, answer, lm_labels=labels)
@@ -207,16 +217,19 @@ def test_relative_positions_count_where_kernels_without_a_bias_would_serve(stack
 
 
 def test_a_program_builds_it_by_the_names_of_megatron_lm():
-    config = make_config()
+    config = make_config(attention_dropout=0.0)  # else all kernels but the one for relative positions are out
     encoder, decoder = get_t5_encoder_with_local_block_spec(2), get_t5_decoder_with_local_block_spec(1)
     model = T5Model(
         config=config, encoder_config=config, transformer_encoder_layer_spec=encoder,
         transformer_decoder_layer_spec=decoder, vocab_size=VOCAB, max_sequence_length=LENGTH,
-    )  # fmt: skip
+    ).eval()  # fmt: skip
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
     assert [layer.layer_number for layer in (*model.encoder.layers, *model.decoder.layers)] == [1, 2, 3]
     text, answer, *_ = arrays()
-    assert model(text, answer).shape == (2, ANSWER, 128)
+    logits = model(text, answer)
+    assert logits.shape == (2, ANSWER, 128)
+    chosen = T5Model(config, config, *get_t5_block_specs(config, 1), VOCAB, LENGTH)
+    assert torch.equal(chosen.eval()(text, answer), logits)
 
 
 def test_arguments_have_the_defaults_of_gpts_and_of_megatron_lm():
