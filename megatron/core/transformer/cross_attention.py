@@ -47,7 +47,7 @@ class CrossAttention(nn.Module):
         self,
         config: TransformerConfig,
         submodules: CrossAttentionSubmodules,
-        layer_number: int = 1,
+        layer_number: int,
         *,
         groups: ProcessGroups,
     ) -> None:

@@ -34,12 +34,16 @@ SIZES = {"num_layers": DEPTHS[0], "hidden_size": 32, "num_attention_heads": 4}
 GROUPS = "--group-query-attention --num-query-groups 2"
 KINDS = {
     "learned": ({}, "", {"share_embeddings_and_output_weights": True}),
-    "rope": ({"num_query_groups": 2}, GROUPS, {"position_embedding_type": "rope"}),
+    "rope": (
+        {"num_query_groups": 2, "qk_layernorm": True}, f"{GROUPS} --qk-layernorm", {"position_embedding_type": "rope"}
+    ),
     "relative-scaled": (
         {"scale_decoder_outputs": True}, "--scale-decoder-outputs",
         {"share_embeddings_and_output_weights": True, "position_embedding_type": "relative"},
     ),
-    "relative-untied": ({"num_query_groups": 2}, GROUPS, {"position_embedding_type": "relative"}),
+    "relative-untied": (
+        {"num_query_groups": 2, "qk_l2_norm": True}, f"{GROUPS} --qk-l2-norm", {"position_embedding_type": "relative"}
+    ),
 }  # fmt: skip
 
 
@@ -139,6 +143,7 @@ def test_messages_are_of_a_ranks_positions_and_heads():
                     position_embedding_type="relative", relative_attention_num_buckets=8,
                     groups=dataclasses.replace(SINGLE_PROCESS, cp=three, tp=two))  # fmt: skip
     assert model.message_shapes((24, 12), 5) == [(4, 5, 32), (2, 5, 32), (8, 2), (8, 2)]
+    assert model.encoder_relative_pos_emb.table.shape == (8, 2)
 
 
 def test_without_padding_there_are_no_documents(monkeypatch):

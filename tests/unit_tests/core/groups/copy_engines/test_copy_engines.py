@@ -104,6 +104,154 @@ def test_messages_of_another_size_are_refused():
         box.send(1, torch.empty(1, dtype=torch.float64))
 
 
+class NotingWindow:
+    """Notes in ``calls`` what is asked of it: addresses as (rank, offset), words as (rank, number)."""
+
+    def __init__(self, calls, num_bytes):
+        self.calls, self.num_bytes = calls, num_bytes
+
+    def address(self, rank):
+        return rank << 40
+
+    def word(self, rank, number):
+        return rank, number
+
+    def memory(self):
+        return torch.arange(self.num_bytes, dtype=torch.uint8)
+
+    def here(self):
+        return NotingQueue(self.calls, "here")
+
+    def beside(self):
+        return NotingQueue(self.calls, "beside")
+
+    def mark(self):
+        return "mark", len(self.calls)
+
+    def after(self, mark):
+        self.calls.append(("after", mark))
+
+    def keep(self, x):
+        self.calls.append(("keep", x.data_ptr()))
+
+
+class NotingQueue:
+    def __init__(self, calls, stream):
+        self.calls, self.stream = calls, stream
+
+    def copy(self, target, source, num_bytes):
+        self.calls.append((self.stream, "copy", target, source, num_bytes))
+
+    def wait(self, words, value):
+        self.calls.append((self.stream, "wait", words, value))
+
+    def write(self, words, value):
+        self.calls.append((self.stream, "write", words, value))
+
+
+def place(rank, offset):
+    return (rank << 40) + offset
+
+
+def noted(size, rank):
+    """Engines of ``rank``, what they ask of their windows, and the sizes of these."""
+    calls, opened = [], []
+
+    def open_window(num_bytes, words):
+        opened.append((num_bytes, words))
+        return NotingWindow(calls, num_bytes)
+
+    return CopyEngines(rank, size, open_window), calls, opened
+
+
+def test_the_order_of_a_gather():
+    """The fourth one, rank 1's of three: its slot was that of the first, which peers must have read."""
+    engines, calls, opened = noted(3, 1)
+    x = torch.zeros(2, 4, dtype=torch.uint8)
+    for _ in range(3):
+        engines.all_gather(x).wait()
+    assert not any(call[1] == "wait" and call[2][0][1] > 2 for call in calls)  # the first find slots that are free
+    calls.clear()
+    transfer = engines.all_gather(x)
+    done, whole = ("mark", len(calls)), transfer.wait()
+    start, own, out = 8 * (4 % 3), x.data_ptr(), whole.data_ptr()
+    assert opened == [(3 * 8, 6)] and whole.shape == (6, 4)
+    assert calls == [
+        ("here", "wait", [(1, 5), (1, 3)], 1),
+        ("here", "copy", place(1, start), own, 8),
+        ("here", "copy", out + 8, own, 8),
+        ("beside", "write", [(2, 1), (0, 1)], 4),
+        ("beside", "wait", [(1, 2)], 4),
+        ("beside", "copy", out + 16, place(2, start), 8),
+        ("beside", "write", [(2, 4)], 4),
+        ("beside", "wait", [(1, 0)], 4),
+        ("beside", "copy", out, place(0, start), 8),
+        ("beside", "write", [(0, 4)], 4),
+        ("after", done),
+    ]
+
+
+def test_the_order_of_an_exchange():
+    """The fifth one of rank 1 of three, behind four; parts are used again once they have been sent, and slots are free
+    once their contents were consumed."""
+    engines, calls, opened = noted(3, 1)
+    parts = list(torch.arange(12, dtype=torch.uint8).view(3, 4))
+    for _ in range(4):
+        engines.exchange(parts, torch.cat).wait()
+    calls.clear()
+    transfer = engines.exchange(parts, lambda received: calls.append("consume") or torch.cat(received))
+    sent, start = ("mark", len(calls)), 12 * (5 % 3)
+    found = transfer.wait()
+    assert opened == [(3 * 12, 6)]
+    assert found.tolist() == [*range(start, start + 4), *range(4, 8), *range(start + 8, start + 12)]
+    assert calls == [
+        ("beside", "wait", [(1, 5)], 2),
+        ("beside", "copy", place(2, start + 4), parts[2].data_ptr(), 4),
+        ("beside", "write", [(2, 1)], 5),
+        ("beside", "wait", [(1, 3)], 2),
+        ("beside", "copy", place(0, start + 4), parts[0].data_ptr(), 4),
+        ("beside", "write", [(0, 1)], 5),
+        ("after", sent),
+        ("here", "wait", [(1, 2), (1, 0)], 5),
+        "consume",
+        ("here", "write", [(2, 4), (0, 4)], 5),
+    ]
+
+
+def test_larger_messages_open_a_window_of_their_own_and_smaller_ones_go_to_nccl():
+    engines, calls, opened = noted(2, 0)
+    for size in (4, 8, 6):
+        engines.all_gather(torch.zeros(size, dtype=torch.uint8))
+    assert opened == [(12, 4), (24, 4)]
+    assert [call[3] for call in calls if call[:2] == ("beside", "write")] == [1, 1, 1, 1, 2, 2]  # counted per window
+    assert not engines.carries((1 << 20) - 1) and engines.carries(1 << 20)
+    assert engines.mailbox(6) is engines.mailbox(6) is not engines.mailbox(8)
+
+
+def test_the_order_of_messages():
+    """The fourth one from rank 1 of three to the next, and that from the rank before it."""
+    engines, calls, opened = noted(3, 1)
+    box, x = engines.mailbox(6), torch.zeros(6, dtype=torch.uint8)
+    assert opened == [(18, 2)] * 2
+    for _ in range(3):
+        box.send(2, x)
+        box.receive(0, x)
+    assert ("beside", "wait", [(1, 1)], 0) not in calls
+    calls.clear()
+    box.send(2, x)
+    box.receive(0, x)
+    own, start = x.data_ptr(), 6 * (4 % 3)
+    assert calls == [
+        ("beside", "wait", [(1, 1)], 1),
+        ("beside", "copy", place(2, start), own, 6),
+        ("beside", "write", [(2, 0)], 4),
+        ("keep", own),
+        ("here", "wait", [(1, 0)], 4),
+        ("here", "copy", own, place(1, start), 6),
+        ("here", "write", [(0, 1)], 4),
+    ]
+
+
 class Driver:
     """Notes what it is asked for, in the fields of CUDA's interface."""
 

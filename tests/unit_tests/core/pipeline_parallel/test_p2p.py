@@ -1,0 +1,131 @@
+"""Messages of several tensors between two ranks, both played by this process: which wire carries what, and when."""
+
+import dataclasses
+import weakref
+from collections import defaultdict, deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.pipeline_parallel import p2p
+from megatron.core.pipeline_parallel.actions import Action
+from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
+from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward
+
+SHAPES = ((4, 2, 3), (2, 2, 3))
+SCHEDULE = one_forward_one_backward(2, 2)
+CPU = torch.device("cpu")
+
+
+class Engines:
+    """Boxes of which this process is both ends."""
+
+    def __init__(self):
+        self.sizes, self.sent = [], defaultdict(deque)
+
+    def mailbox(self, num_bytes):
+        self.sizes.append(num_bytes)
+        return self
+
+    def send(self, target, x):
+        self.sent[target].append(x.clone())
+
+    def receive(self, source, out):
+        out.copy_(self.sent[1 - source].popleft())
+
+
+class Backend:
+    """Sends and receives of torch.distributed; those of one group and tag meet."""
+
+    def __init__(self):
+        self.sent, self.posted, self.alive, self.waited, self.done = {}, [], [], 0, False
+
+    def isend(self, tensor, peer, group, tag):
+        self.sent[group, peer, tag] = tensor.clone()
+        self.alive.append(weakref.ref(tensor))
+        return SimpleNamespace(wait=self._wait, is_completed=lambda: self.done)
+
+    def _wait(self):
+        self.waited += 1
+
+    def irecv(self, buffer, peer, group, tag):
+        self.posted.append((group, peer, tag))
+        target = {10: 11, 11: 10}[peer]
+        return SimpleNamespace(wait=lambda: buffer.copy_(self.sent.pop((group, target, tag))))
+
+
+def both_ends(engines=None):
+    shape = MessageShape(SHAPES, torch.float64, CPU)
+    ranks = [
+        dataclasses.replace(
+            SINGLE_PROCESS, pp=Group("pp", (10, 11), rank, engines=engines),
+            pp_up=Group("pp_up", (10, 11), rank, "up"), pp_down=Group("pp_down", (10, 11), rank, "down"),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    return [Messages(SCHEDULE, groups, shape) for groups in ranks]
+
+
+def message(number):
+    return tuple(torch.arange(float(size[0] * 6), dtype=torch.float64).view(size) + 100 * number for size in SHAPES)
+
+
+def assert_equal(found, wanted):
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("through_engines", [False, True])
+def test_each_message_is_whole_and_goes_to_the_action_that_needs_it(monkeypatch, through_engines):
+    engines, backend = Engines() if through_engines else None, Backend()
+    monkeypatch.setattr(p2p, "dist", backend)
+    first, last = both_ends(engines)
+    for kind, sender, receiver in (("F", first, last), ("B", last, first)):
+        for number in range(2):
+            sender.send(Action(kind, 0, number), message(number))
+        # asked for in another order than sent: what comes before is received, and waits
+        for number in (1, 0):
+            assert_equal(receiver.receive(Action(kind, 0, number)), message(number))
+    first.finish()
+    last.finish()
+    assert first.receive(Action("F", 0, 0)) is None and not backend.sent
+    assert backend.waited == (0 if through_engines else 8)
+    if through_engines:
+        assert engines.sizes == [8 * (24 + 12)] * 2 and not any(engines.sent.values())
+    else:
+        assert backend.posted == [(group, peer, tag) for group, peer in (("up", 10), ("down", 11)) for tag in range(4)]
+
+
+def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
+    backend = Backend()
+    monkeypatch.setattr(p2p, "dist", backend)
+    first, _ = both_ends()
+    first.send(Action("F", 0, 0), message(0))
+    assert all(each() is not None for each in backend.alive)
+    backend.done = True
+    first.send(Action("F", 0, 1), message(1))
+    assert all(each() is None for each in backend.alive)
+
+
+def test_what_is_sent_is_no_part_of_a_graph_and_contiguous(monkeypatch):
+    engines = Engines()
+    kept = []
+    monkeypatch.setattr(engines, "send", lambda target, x: kept.append(x))
+    shape = MessageShape(((3, 2),), torch.float64, CPU)
+    groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (10, 11), 0, engines=engines))
+    tensor = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+    Messages(SCHEDULE, groups, shape).send(Action("F", 0, 0), (tensor.t(),))
+    assert kept[0].is_contiguous() and not kept[0].requires_grad and kept[0].shape == (3, 2)
+
+
+def test_a_message_of_another_shape_or_dtype_is_refused():
+    first, _ = both_ends(Engines())
+    encoder, decoder = message(0)
+    wanted = r"a pipeline stage made \(4, 2, 3\) and \(1, 2, 3\) torch.float64, but stages pass on \(4, 2, 3\) and"
+    with pytest.raises(ValueError, match=wanted):
+        first.send(Action("F", 0, 0), (encoder, decoder[:1]))
+    with pytest.raises(ValueError, match="torch.float32, but"):
+        first.send(Action("F", 0, 0), (encoder.float(), decoder.float()))
+    with pytest.raises(AssertionError, match="messages that no action asked for"):
+        first.finish()
