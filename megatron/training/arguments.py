@@ -189,7 +189,10 @@ def config_to_dict(cfg: PretrainConfig) -> dict[str, Any]:
 
 
 def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Problem]:
-    """Problems that the rules find in the settings that could be read, without those of flags that could not."""
+    """Problems that the rules find in the settings that could be read, without those of flags that could not; none
+    where a checkpoint has the settings."""
+    if cfg.use_checkpoint_args or cfg.load_hf:
+        return []
     misread = {problem.flag for problem in problems}
     found = check(resolve(cfg, launched_world_size() or smallest_world_size(cfg)))
     return [problem for problem in found if problem.flag not in misread]

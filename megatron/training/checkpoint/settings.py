@@ -57,7 +57,8 @@ DATA_STREAM = (
     "seed", "seq_length", "split", "data_path", "train_data_path", "valid_data_path", "test_data_path",
     "data_args_path", "per_split_data_args_path", "mock_data", "dataloader_type", "reset_position_ids",
     "reset_attention_mask", "eod_mask_loss", "allow_ambiguous_pad_tokens", "mid_level_dataset_surplus",
-    "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "train_iters", "train_samples",
+    "global_batch_size", "rampup_batch_size", "step_batch_size_schedule", "mask_prob", "short_seq_prob",
+    "decoder_seq_length", "train_iters", "train_samples",
 )  # fmt: skip
 """Which samples come next. The last two: the number of passes over the data is part of their order."""
 
@@ -74,7 +75,7 @@ NUMBERS = (
 )  # fmt: skip
 """Settings computed from them. The learning rate and the weight decay are the schedule's, which checks for itself."""
 
-FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size")
+FORGOTTEN = ("seed", "split", "dataloader_type", "global_batch_size", "mask_prob", "short_seq_prob")
 """A run that set one of these and resumes without it would silently go on with the default."""
 
 UNREPORTED = {"explicit", "resolved", "extra", "load", "save", "finetune"}
@@ -130,7 +131,8 @@ def _fits(spec: FlagSpec, value: Any) -> bool:
 
 
 def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
-    """``cfg`` (not yet resolved) with what --use-checkpoint-args takes; unchanged without that flag."""
+    """``cfg`` (not yet resolved) with what --use-checkpoint-args takes; unchanged without that flag, and where the
+    command line describes a model and nothing is saved yet."""
     if not cfg.use_checkpoint_args:
         return cfg
     folder = cfg.load or cfg.pretrained_checkpoint
@@ -141,6 +143,10 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
         folder = cfg.pretrained_checkpoint
     if found is not None and same_folder(os.path.dirname(found.directory), fast_folder(cfg)):
         folder = found.directory
+    described = None not in (cfg.num_layers or cfg.encoder_num_layers, cfg.hidden_size, cfg.num_attention_heads)
+    if found is None and described and folder == cfg.load and not cfg.exit_on_missing_checkpoint:
+        logger.warning("--use-checkpoint-args: %s holds no checkpoint yet: this command line's settings stand", folder)
+        return cfg
     stored = load_checkpoint_args(folder, cfg.ckpt_step if folder == cfg.load else None)
     refuse_other_family(stored, cfg.model_family, folder)
     known = {field.name for field in dataclasses.fields(cfg)}
@@ -149,7 +155,8 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
     names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
-    names += TOKENIZER if cfg.use_tokenizer_model_from_checkpoint_args else ()
+    own_tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit
+    names += TOKENIZER if cfg.use_tokenizer_model_from_checkpoint_args and not own_tokenizer else ()
     changes = {n: stored[n] for n in names if n in known and n in stored and stored[n] != getattr(cfg, n)}
     for name, value in changes.items():
         logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg, name))

@@ -99,7 +99,8 @@ class CheckpointConfig:
         "--disable-use-tokenizer-model-from-checkpoint-args",
         default=True,
     )
-    """With --use-checkpoint-args: keep this command line's tokenizer."""
+    """With --use-checkpoint-args: keep this command line's tokenizer, as --tokenizer-type, --tokenizer-model and
+    --vocab-file do by themselves."""
 
     dist_ckpt_strictness: Literal[
         "assume_ok_unexpected", "log_unexpected", "log_all", "raise_unexpected", "raise_all", "return_unexpected",

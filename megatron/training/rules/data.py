@@ -69,8 +69,6 @@ def separate_validation_data_is_given(cfg: PretrainConfig) -> Problems:
 
 
 def tokenizer_is_complete(cfg: PretrainConfig) -> Problems:
-    if cfg.use_checkpoint_args and (cfg.load or cfg.pretrained_checkpoint):
-        return
     if cfg.tokenizer_type is None:
         yield missing("tokenizer_type", "is required", "for example HuggingFaceTokenizer with --tokenizer-model")
         return

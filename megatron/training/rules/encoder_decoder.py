@@ -25,7 +25,7 @@ def encoder_layers_agree(cfg: PretrainConfig) -> Problems:
 
 
 def the_decoder_has_a_length(cfg: PretrainConfig) -> Problems:
-    if cfg.model_family == "t5" and cfg.decoder_seq_length is None and not cfg.use_checkpoint_args:
+    if cfg.model_family == "t5" and cfg.decoder_seq_length is None and (cfg.needs_data or not cfg.skip_train):
         yield missing("decoder_seq_length")
 
 

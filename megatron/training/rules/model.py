@@ -9,8 +9,6 @@ from megatron.training.rules.common import Problems, as_given, missing, names_of
 
 
 def architecture_is_given(cfg: PretrainConfig) -> Problems:
-    if cfg.use_checkpoint_args and (cfg.load or cfg.pretrained_checkpoint):
-        return
     for field in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
         if getattr(cfg, field) is None:
             yield missing(field)

@@ -182,9 +182,28 @@ def test_architecture_can_come_from_the_checkpoint(two):
     assert (taken.num_attention_heads, taken.lr) == (4, 3.0), "sizes that are given stay, training flags too"
     unchanged = settings(two, **given)
     assert apply_checkpoint_args(unchanged) is unchanged
-    for load, words in ((None, "--use-checkpoint-args"), (str(two / "none"), "holds no checkpoint.*check --load")):
-        with pytest.raises(CheckpointError, match=words):
-            apply_checkpoint_args(settings(use_checkpoint_args=True, load=load))
+    with pytest.raises(CheckpointError, match="--use-checkpoint-args"):
+        apply_checkpoint_args(settings(use_checkpoint_args=True, load=None))
+
+
+@pytest.mark.parametrize("given", [
+    {"hidden_size": None}, {"exit_on_missing_checkpoint": True}, {"pretrained_checkpoint": "none"},
+])  # fmt: skip
+def test_a_missing_checkpoint_is_refused_where_something_of_it_is_needed(tmp_path, given):
+    with pytest.raises(CheckpointError, match="holds no checkpoint.*check --load"):
+        apply_checkpoint_args(settings(use_checkpoint_args=True, load=str(tmp_path / "none"), **given))
+
+
+def test_the_first_run_of_a_command_line_that_resumes_has_its_own_settings(tmp_path):
+    asked = settings(use_checkpoint_args=True, load=str(tmp_path / "none"))
+    assert apply_checkpoint_args(asked) is asked
+
+
+def test_a_tokenizer_of_the_command_line_stays(two):
+    stored = load_checkpoint_args(two)["tokenizer_type"]
+    for given, kept in (({}, stored), ({"explicit": frozenset({"vocab_file"})}, "BertWordPieceCase")):
+        asked = settings(two, use_checkpoint_args=True, tokenizer_type="BertWordPieceCase", **given)
+        assert apply_checkpoint_args(asked).tokenizer_type == kept
 
 
 def test_settings_come_from_the_step_that_is_asked_for(tmp_path):
@@ -240,11 +259,12 @@ def test_a_save_folder_that_cannot_be_made_is_named(tmp_path):
 
 
 def test_what_changes_the_data_or_the_numbers_is_warned_of_last(two, caplog):
-    changes = {"seed": 5, "seq_length": 8, "clip_grad": 0.5, "num_workers": 7}
+    changes = {"seed": 5, "seq_length": 8, "clip_grad": 0.5, "num_workers": 7, "mask_prob": 0.3}
     with caplog.at_level(logging.INFO, "megatron"):
         Run(settings(two, **changes)).load()
     block = caplog.messages[-1]
-    for line in ("data: seed was 1234, is 5", "data: seq_length was 4, is 8", "numbers: clip_grad was 1.0, is 0.5"):
+    for line in ("data: seed was 1234, is 5", "data: seq_length was 4, is 8", "numbers: clip_grad was 1.0, is 0.5",
+                 "data: mask_prob was 0.15, is 0.3"):  # fmt: skip
         assert f"\n  {line}\n" in block
     assert "num_workers" not in block and "****" in block and caplog.records[-1].levelno == logging.WARNING
     caplog.clear()

@@ -43,6 +43,12 @@ def test_what_two_stacks_cannot_be_is_refused(text, world_size, flag, reason):
     assert flag in problem and reason in problem
 
 
+def test_a_checkpoint_of_weights_alone_leaves_the_length_to_the_command_line():
+    """A converted one has none; --use-checkpoint-args has taken what there is before rules are asked."""
+    (problem,) = problems("--use-checkpoint-args --load x")
+    assert problem == "--decoder-seq-length: is required; for example --decoder-seq-length 128"
+
+
 @pytest.mark.parametrize("text, world_size", [
     (DECODER, 1),
     (DECODER + "--decoder-num-layers 5 --pipeline-model-parallel-size 4", 4),
