@@ -5,7 +5,7 @@ import torch
 
 
 def make_sorts_unstable(monkeypatch):
-    """``torch.sort`` and ``Tensor.sort`` that reverse equal values unless ``stable``."""
+    """``torch.sort``, ``Tensor.sort`` and ``Tensor.argsort`` that reverse equal values unless ``stable``."""
     sort = torch.sort
 
     def unstable(x, dim=-1, descending=False, stable=False):
@@ -16,3 +16,4 @@ def make_sorts_unstable(monkeypatch):
 
     monkeypatch.setattr(torch, "sort", unstable)
     monkeypatch.setattr(torch.Tensor, "sort", unstable)
+    monkeypatch.setattr(torch.Tensor, "argsort", lambda x, **options: unstable(x, **options).indices)

@@ -59,10 +59,11 @@ class ExactKernel(torch_sdpa.TorchAttention):
     def _flash(self, query, key, value, shape, window):
         self.calls.append("documents")
         parts = [self.exact.forward(*each, tile) for each, tile in self._split((query, key, value), shape, window)]
-        return torch.cat([out.squeeze(0).transpose(0, 1) for out, _ in parts]), torch.zeros(())
+        return torch.cat([out.squeeze(0).transpose(0, 1) for out, _ in parts]), torch.zeros(())  # no log-sum-exp
 
     def _flash_backward(self, tensors, lse, shape, window):
         grads = []
+        assert tensors[4].shape == tensors[0].shape and lse.dim() == 0
         for (query, key, value, grad), tile in self._split((*tensors[1:4], tensors[0]), shape, window):
             out, lse = self.exact.forward(query, key, value, tile)
             grads.append(self.exact.backward(grad, query, key, value, out, lse, tile))
@@ -70,6 +71,7 @@ class ExactKernel(torch_sdpa.TorchAttention):
 
     def _split(self, tensors, shape, window):
         """Each document's tensors [1, a, n, d], and its tile."""
+        assert window in ((-1, -1), (-1, 0))
         bounds = shape[0].tolist(), shape[1].tolist()
         for (start, stop), (first, last) in zip(*(list(zip(each, each[1:])) for each in bounds)):
             if last > first:

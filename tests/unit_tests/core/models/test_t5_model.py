@@ -17,7 +17,7 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel
 from megatron.core.models.common.description import Vocabulary
-from megatron.core.models.common.relative_positions import buckets
+from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import (
@@ -104,12 +104,20 @@ def test_weights_losses_and_gradients_are_the_references(kind, training):
         torch.testing.assert_close(named[name].grad[: len(leaf)], leaf.grad, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("number, longest", [(32, 128), (4, 8)])
 @pytest.mark.parametrize("bidirectional, stack", [(True, "encoder"), (False, "decoder")])
-def test_buckets_are_the_published_ones(bidirectional, stack):
+def test_buckets_are_the_published_ones(bidirectional, stack, number, longest):
     distance = torch.arange(-300, 300)
-    c = SimpleNamespace(relative_attention_num_buckets=32, relative_attention_max_distance=128)
-    found = buckets(distance, 32, 128, bidirectional)
-    assert torch.equal(found, bucket(c, distance, stack)) and found.max() == 31 and found.min() == 0
+    c = SimpleNamespace(relative_attention_num_buckets=number, relative_attention_max_distance=longest)
+    found = buckets(distance, number, longest, bidirectional)
+    assert torch.equal(found, bucket(c, distance, stack)) and found.max() == number - 1 and found.min() == 0
+
+
+def test_a_bias_is_wide_and_has_an_entry_per_distance():
+    table = torch.randn(8, 3, dtype=torch.bfloat16)
+    bias = position_bias(table, 5, max_distance=20, bidirectional=True)
+    assert bias.dtype == torch.float32 and bias.shape == (3, 9) and bias.is_contiguous()
+    assert torch.equal(bias[:, 4], table[0].float()) and torch.equal(bias[:, 5], table[5].float())
 
 
 @pytest.mark.parametrize("kind", KINDS)

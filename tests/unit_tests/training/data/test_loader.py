@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.training.data.batch import laid_end_to_end
+from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
 from megatron.training.data.loader import (
     PADDING,
     EpochShuffle,
@@ -18,6 +18,7 @@ from megatron.training.data.loader import (
     collate,
     sequential,
 )
+from tests.test_utils.unstable_sort import make_sorts_unstable
 
 
 class Numbers:
@@ -108,6 +109,17 @@ def test_samples_are_laid_end_to_end_and_the_row_is_filled_up():
     assert row["sample_index"].tolist() == [7, 8, -1, -1] and row["is_random"].tolist() == [1, 1, 1, 0]
     exact, bounds = laid_end_to_end(batch, torch.tensor([4, 1, 1]), 3)
     assert exact["text"].tolist() == [[1, 2, 3, 4, 5, 9]] and bounds.document_bounds() == (0, 4, 5, 6)
+
+
+def test_the_longest_rows_come_first_and_equal_ones_keep_their_order(monkeypatch):
+    make_sorts_unstable(monkeypatch)
+    batch, lengths = longest_first({"sample_index": torch.arange(5)}, torch.tensor([2, 4, 2, 3, 4]))
+    assert lengths.tolist() == [4, 4, 3, 2, 2] and batch["sample_index"].tolist() == [1, 4, 3, 0, 2]
+
+
+def test_a_rank_that_shares_no_sequence_takes_batches_as_they_are():
+    batch = {"text": torch.arange(8).view(1, 8), "attention_mask": torch.ones(1, 1, 8, 8)}
+    assert get_batch_on_this_cp_rank(batch) is batch
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
