@@ -18,7 +18,7 @@ def notices(given: PretrainConfig, resolved: PretrainConfig) -> Iterator[str]:
             yield f"{name}: {getattr(resolved, name)} (chosen, as it was not given)"
     whole = overlaps_without_halves(given)
     yield from (f"--{name.replace('_', '-')}: off, as {reason}" for name, reason in whole.items())
-    for name in ("sequence_parallel", "tp_comm_overlap"):
+    for name in ("sequence_parallel", "tp_comm_overlap", "distribute_saved_activations"):
         if getattr(given, name) and not getattr(resolved, name) and name not in whole:
             yield f"{name}: off, as --tensor-model-parallel-size is 1"
     halved = [name for name in ("tp_comm_overlap", "overlap_moe_expert_parallel_comm") if getattr(resolved, name)]
@@ -70,8 +70,10 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
         if value != getattr(resolved, field):
             flag = f"--{field.replace('_', '-')}" + ("" if value is True else f" {value}")
             yield f"{flag}: no effect without --save DIRECTORY; nothing is saved"
-    if given.recompute_num_layers is not None and resolved.recompute_num_layers is None:
-        yield f"--recompute-num-layers {given.recompute_num_layers}: no effect without --recompute-granularity full"
+    for field in ("recompute_method", "recompute_num_layers"):
+        if getattr(given, field) is not None and getattr(resolved, field) is None:
+            flag = f"--{field.replace('_', '-')} {getattr(given, field)}"
+            yield f"{flag}: no effect without --recompute-granularity full; whole layers are not recomputed"
     for name in ("use_distributed_optimizer", "overlap_param_gather"):
         if getattr(given, name) and not getattr(resolved, name):
             yield f"--{name.replace('_', '-')}: no effect beside --use-torch-fsdp2, which shards and gathers everything"

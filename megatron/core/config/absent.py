@@ -145,7 +145,7 @@ def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment],
     Returns:
         the command line in today's flags, one notice per spelling or value that is read otherwise, and the refusals.
     """
-    front: list[str] = []
+    front: list[list[str]] = []
     kept: list[Segment] = []
     notices: list[str] = []
     problems: list[Problem] = []
@@ -157,8 +157,8 @@ def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment],
             kept.append(segment)
         elif row.status == "means":
             notices.append(f"{' '.join(segment.tokens) if of_value else segment.typed} {row.meaning}")
-            for token in row.answer.split():
-                front += segment.operands if token == OPERANDS else [token]
+            front.append([each for token in row.answer.split()
+                          for each in (segment.operands if token == OPERANDS else [token])])  # fmt: skip
         elif row.status not in ("not yet", "no effect"):
             problems.append(row.refusal(segment.typed))
         elif of_value is None:
@@ -167,7 +167,8 @@ def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment],
             problems.append(Problem(segment.typed, f"{row.answer} not available yet", segment.operands[0], LEAVE_OUT))
         else:
             notices.append(f"{' '.join(segment.tokens)} {row.meaning}")
-    first, bad_operands = segments(front)
+    # what sets several flags goes first: --activations-checkpoint-num-layers 4 counts wherever it stands
+    first, bad_operands = segments([token for tokens in sorted(front, key=len, reverse=True) for token in tokens])
     return first + kept, notices, problems + bad_operands
 
 

@@ -155,8 +155,10 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
     names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
-    own_tokenizer = {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit
-    names += TOKENIZER if cfg.use_tokenizer_model_from_checkpoint_args and not own_tokenizer else ()
+    if cfg.use_tokenizer_model_from_checkpoint_args:
+        named = bool({"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit)
+        given = {*TOKENIZER} if named and stored.get("tokenizer_type") != cfg.tokenizer_type else cfg.explicit
+        names += [name for name in TOKENIZER if not (named and name in given)]
     changes = {n: stored[n] for n in names if n in known and n in stored and stored[n] != getattr(cfg, n)}
     for name, value in changes.items():
         logger.info("%s: %s (from the checkpoint, was %s)", name, value, getattr(cfg, name))

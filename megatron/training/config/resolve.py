@@ -94,7 +94,7 @@ def _without_effect(cfg: PretrainConfig) -> dict[str, Any]:
         values.update(save_interval=None, save_retain_interval=None, save_hf_interval=None, async_save=False)
         values.update(keep_last_checkpoints=None, non_persistent_save_interval=None)
     if cfg.recompute_granularity != "full":
-        values["recompute_num_layers"] = None
+        values.update(recompute_method=None, recompute_num_layers=None)
     if cfg.use_torch_fsdp2:
         values.update(use_distributed_optimizer=False, overlap_param_gather=False)
     return values
@@ -110,7 +110,7 @@ def _implementations(cfg: PretrainConfig, gpus: bool) -> dict[str, Any]:
     if cfg.recompute_activations and cfg.recompute_granularity is None:
         values["recompute_granularity"] = "selective"
     if cfg.tensor_model_parallel_size == 1:  # scripts set their flags once and vary the size: nothing to split
-        values.update(sequence_parallel=False, tp_comm_overlap=False)
+        values.update(sequence_parallel=False, tp_comm_overlap=False, distribute_saved_activations=False)
     if not cfg.profile_ranks:
         values["profile_ranks"] = [0]
     return values

@@ -78,11 +78,8 @@ def files_of_settings_exist(cfg: PretrainConfig) -> Problems:
 def recomputation_is_complete(cfg: PretrainConfig) -> Problems:
     granularity = cfg.recompute_granularity
     for field in ("recompute_method", "recompute_num_layers"):
-        given = getattr(cfg, field) is not None
-        if granularity == "full" and not given:
+        if granularity == "full" and getattr(cfg, field) is None:
             yield missing(field, "is required by --recompute-granularity full")
-        if granularity != "full" and given:
-            yield problem(cfg, field, "counts only with --recompute-granularity full")
     if cfg.recompute_activations and granularity == "full":
         yield problem(cfg, "recompute_activations", "contradicts --recompute-granularity full", "choose one")
 
@@ -101,8 +98,6 @@ def saved_activations_are_distributed_once(cfg: PretrainConfig) -> Problems:
         return
     if cfg.recompute_granularity != "full":
         yield problem(cfg, "distribute_saved_activations", "counts only with --recompute-granularity full")
-    if cfg.tensor_model_parallel_size == 1:
-        yield problem(cfg, "distribute_saved_activations", "needs --tensor-model-parallel-size > 1", "leave it out")
     if cfg.sequence_parallel:
         reason = "contradicts --sequence-parallel, under which every rank keeps its own positions anyway"
         yield problem(cfg, "distribute_saved_activations", reason, "leave it out")

@@ -66,8 +66,8 @@ def the_decoder_takes_the_spans(cfg: PretrainConfig) -> Problems:
     masked, spans = expected_masks(cfg.seq_length or 0, cfg.mask_prob, LONGEST_NGRAM["t5"])
     given, extra, need = cfg.decoder_seq_length, cfg.vocab_extra_ids, masked + spans + 1
     if given is not None and given < need:
-        reason = f"is less than the some {masked} masked tokens of a sample, {spans} sentinels and a start token"
+        reason = f"is less than about {masked} masked tokens of a sample, {spans} sentinels and a start token"
         yield problem(cfg, "decoder_seq_length", reason, f"at least {need}; or a smaller --mask-prob")
     fixed = cfg.tokenizer_type in WITH_WORD_PIECES and not cfg.tokenizer_special_tokens
     if fixed and extra and extra < spans:
-        yield problem(cfg, "vocab_extra_ids", f"is less than the some {spans} spans of a sample", str(max(100, spans)))
+        yield problem(cfg, "vocab_extra_ids", f"is less than about {spans} spans of a sample", str(max(100, spans)))

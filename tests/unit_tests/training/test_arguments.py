@@ -91,6 +91,9 @@ def test_script_defaults_must_be_settings():
         ("--checkpoint-activations", {"recompute_granularity": "full", "recompute_method": "uniform"}),
         ("--activations-checkpoint-method block --checkpoint-num-layers 3",
          {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}),
+        ("--checkpoint-num-layers 3 --checkpoint-activations", {"recompute_num_layers": 3}),
+        ("--activations-checkpoint-method uniform", {"recompute_num_layers": 1}),
+        ("--warmup .01", {"lr_warmup_fraction": 0.01}),
         ("--override-lr-scheduler", {"override_opt_param_scheduler": True}),
         ("--override_opt_param_scheduler", {"override_opt_param_scheduler": True}),
         ("--override-opt-param-scheduler", {"override_opt_param_scheduler": True}),
@@ -122,7 +125,10 @@ def test_retired_spellings_are_logged(caplog):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("--warmup 3", "--warmup: is not a flag any more; --lr-warmup-fraction or --lr-warmup-iters"),
+        ("--warmup 3", "--lr-warmup-fraction 3: must be at least 0 and less than 1"),
+        ("--deepspeed", "--deepspeed: is a flag of DeepSpeed; --use-distributed-optimizer shards the optimizer"),
+        ("--encoder-pipeline-model-parallel-size 2", "--encoder-pipeline-model-parallel-size: is not a flag any more; "
+         "encoder and decoder share one pipeline: add its stages to --pipeline-model-parallel-size"),
         ("--expert-parallel", "--expert-parallel: is not a flag any more; --expert-model-parallel-size"),
         ("--dsa-indexer-topk 3", "--dsa-indexer-topk: exists in Megatron-LM, is not available here; leave it out"),
         ("--retro-workdir x", "--retro-workdir: was removed from Megatron-LM; leave it out"),

@@ -64,10 +64,39 @@ LINES = [
 ]  # fmt: skip
 
 
-def dry_run(line):
-    """As ``pretrain_gpt.py`` starts it on one of 8 ranks."""
-    given = parse_args(f"{line} --dry-run".split(), args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+MASKED = (
+    "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 512 --micro-batch-size 4 "
+    "--global-batch-size 32 --train-iters 2000000 --lr 1e-4 --min-lr 1e-5 --lr-decay-style linear --lr-decay-iters "
+    "990000 --weight-decay 1e-2 --clip-grad 1.0 --data-path /data/my_text_sentence --vocab-file /data/vocab.txt "
+    "--split 949,50,1 --save /out --load /out --log-interval 100 --save-interval 10000 --eval-interval 1000 "
+    "--eval-iters 10 --fp16 --data-impl mmap "
+)
+SPANS = "--encoder-seq-length 512 --decoder-seq-length 128 --kv-channels 64 --ffn-hidden-size 3072 "
+MASKED_LINES = [
+    ("bert", "--seq-length 512 --lr-warmup-fraction .01 --tensor-model-parallel-size 2", "--data-impl accepted"),
+    ("bert", "--seq-length 512 --activations-checkpoint-method uniform", "--activations-checkpoint-method means"),
+    ("bert", "--seq-length 512 --recompute-method uniform", "--recompute-method uniform: no effect without"),
+    ("bert", "--seq-length 512 --warmup .01 --checkpoint-activations", "--warmup means --lr-warmup-fraction"),
+    ("t5", f"{SPANS} --vocab-extra-ids 100 --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 2",
+     "--pipeline-model-parallel-split-rank accepted without effect: encoder and decoder share one pipeline"),
+    ("t5", f"{SPANS} --tokenizer-type BertWordPieceCase --split 99982,9,9 --calculate-per-token-loss",
+     "--calculate-per-token-loss accepted without effect"),
+]  # fmt: skip
+
+
+def dry_run(line, family="gpt"):
+    """As ``pretrain_gpt.py``, ``pretrain_bert.py`` or ``pretrain_t5.py`` starts it on one of 8 ranks."""
+    kind = "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"
+    given = parse_args(f"{line} --dry-run".split(), args_defaults={"tokenizer_type": kind}, model_family=family)
     return validate_args(given, 8)
+
+
+@pytest.mark.parametrize(("family", "text", "notice"), MASKED_LINES)
+def test_lines_of_bert_and_t5_pass_and_say_what_is_done_otherwise(family, text, notice, caplog):
+    with caplog.at_level(logging.INFO):
+        cfg = dry_run(MASKED + text, family)
+    assert sum(notice in record.message for record in caplog.records) == 1
+    assert "the settings are consistent" in dry_run_report(cfg)
 
 
 @pytest.mark.parametrize(("text", "notice"), LINES)

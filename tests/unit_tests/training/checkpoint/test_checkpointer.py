@@ -200,10 +200,16 @@ def test_the_first_run_of_a_command_line_that_resumes_has_its_own_settings(tmp_p
 
 
 def test_a_tokenizer_of_the_command_line_stays(two):
-    stored = load_checkpoint_args(two)["tokenizer_type"]
-    for given, kept in (({}, stored), ({"explicit": frozenset({"vocab_file"})}, "BertWordPieceCase")):
-        asked = settings(two, use_checkpoint_args=True, tokenizer_type="BertWordPieceCase", **given)
-        assert apply_checkpoint_args(asked).tokenizer_type == kept
+    Run(settings(two, tokenizer_type="NullTokenizer", vocab_size=99)).save()
+    for kind, explicit, kept in (
+        ("BertWordPieceCase", set(), ("NullTokenizer", 99)),
+        ("BertWordPieceCase", {"vocab_file"}, ("BertWordPieceCase", 7)),
+        ("NullTokenizer", {"tokenizer_type"}, ("NullTokenizer", 99)),
+        ("NullTokenizer", {"tokenizer_type", "vocab_size"}, ("NullTokenizer", 7)),
+    ):  # fmt: skip
+        asked = settings(two, use_checkpoint_args=True, tokenizer_type=kind, vocab_size=7, explicit=frozenset(explicit))
+        taken = apply_checkpoint_args(asked)
+        assert (taken.tokenizer_type, taken.vocab_size) == kept
 
 
 def test_settings_come_from_the_step_that_is_asked_for(tmp_path):

@@ -28,9 +28,9 @@ def problems(family, text, world_size=1):
      "0.035"),
     ("t5", "BertWordPieceCase --seq-length 3", "--seq-length 3", "at least 4"),
     ("t5", "BertWordPieceCase --mask-prob 0.033", "--mask-prob 0.033", "at least 0.034"),
-    ("t5", "BertWordPieceCase --mask-prob 0.44", "--decoder-seq-length 16", "some 13 masked tokens of a sample, 3 "
+    ("t5", "BertWordPieceCase --mask-prob 0.44", "--decoder-seq-length 16", "about 13 masked tokens of a sample, 3 "
      "sentinels and a start token; at least 17; or"),
-    ("t5", "BertWordPieceCase --vocab-extra-ids 1 --mask-prob 0.3", "--vocab-extra-ids 1", "some 3 spans"),
+    ("t5", "BertWordPieceCase --vocab-extra-ids 1 --mask-prob 0.3", "--vocab-extra-ids 1", "about 3 spans"),
     ("t5", "BertWordPieceLowerCase", "--vocab-extra-ids", "LowerCase has no sentinels"),
     ("t5", "BertWordPieceCase --vocab-extra-ids 0", "--vocab-extra-ids 0", "--vocab-extra-ids 100"),
     ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "takes no sentinels"),

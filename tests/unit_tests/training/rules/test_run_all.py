@@ -223,10 +223,10 @@ def test_contradiction_of_a_run_by_samples_is_named(text, problem):
         ("--pipeline-model-parallel-size 3", 3, "--num-layers 2: 2 layers cannot fill 3 pipeline stages"),
         ("--overlap-param-gather", 1, "--overlap-param-gather: needs --use-distributed-optimizer and --overlap-grad"),
         ("--recompute-granularity full", 1, "--recompute-method: is required by --recompute-granularity full"),
-        ("--recompute-method block", 1, "--recompute-method block: counts only with --recompute-granularity full"),
         ("--recompute-activations --recompute-modules mlp loss", 1, "--recompute-modules mlp loss: loss not available"),
         ("--recompute-modules mlp", 1, "--recompute-modules mlp: counts only with --recompute-granularity selective"),
-        ("--distribute-saved-activations", 1, "--distribute-saved-activations: counts only with --recompute-gran"),
+        ("--distribute-saved-activations --tensor-model-parallel-size 2", 2, "--distribute-saved-activations: counts "
+         "only with --recompute-gran"),
     ],
 )  # fmt: skip
 def test_layout_contradiction_is_named(text, world_size, problem):
@@ -303,13 +303,15 @@ def test_every_flag_that_names_a_place_is_checked_for_emptiness():
         ("--save-interval 5", "--save-interval 5: no effect without --save DIRECTORY; nothing is saved"),
         ("--position-embedding-type rope --rope-scaling-factor 32", "--rope-scaling-factor 32: no effect without"),
         ("--recompute-granularity selective --recompute-num-layers 1", "--recompute-num-layers 1: no effect without"),
+        ("--recompute-method block", "--recompute-method block: no effect without --recompute-granularity full"),
+        ("--distribute-saved-activations", "distribute_saved_activations: off, as --tensor-model-parallel-size is 1"),
         ("--relative-attention-num-buckets 8", "--relative-attention-num-buckets: no effect without --position-emb"),
     ],
 )
 def test_what_has_nothing_to_do_is_taken_with_one_notice(text, notice):
     given = parse_args(f"{TINY} {text}".split())
     resolved = validate_args(given, 1)
-    assert resolved.save_interval is None and resolved.recompute_num_layers is None
+    assert resolved.save_interval is resolved.recompute_num_layers is resolved.recompute_method is None
     assert len([each for each in notices(given, resolved) if each.startswith(notice)]) == 1
 
 
