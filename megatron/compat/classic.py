@@ -23,19 +23,13 @@ from megatron.core.enums import ModelType
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
 from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
+from megatron.training import initialize
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config.launcher import local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples
 from megatron.training.hooks.base import Hook, RunInfo
-from megatron.training.initialize import (
-    configure_logging,
-    rank_from_environment,
-    training_device,
-    world_size_from_environment,
-)
-from megatron.training.initialize import initialize_megatron as bring_up
 from megatron.training.observe.metrics import StepMetrics
 from megatron.training.run import run
 from megatron.training.start.parallelize import build_model, parallelize
@@ -91,7 +85,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
     values.update(cfg.extra)
     values.update(
-        rank=rank_from_environment(),
+        rank=initialize.rank_from_environment(),
         local_rank=local_rank(),
         params_dtype=cfg.params_dtype,
         num_experts=cfg.num_moe_experts,
@@ -153,7 +147,7 @@ class ClassicTask(Task):
         if not hasattr(model, "check_loss"):  # whatever a mask is to another model
             missing -= {"loss_mask"}
         more = {name: value for name, value in self._of_batch.items() if name in missing}
-        return args, {**kwargs, **to_device(more, training_device())}
+        return args, {**kwargs, **to_device(more, initialize.training_device())}
 
     def _remembering(self, data_iterator: Iterator[Any]) -> Iterator[Any]:
         """The same batches; what of the current one the model gets is kept for it."""
@@ -243,11 +237,11 @@ def initialize_megatron(
 
     cfg = validate_args(
         parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False),
-        world_size_from_environment(),
+        initialize.world_size_from_environment(),
     )
-    configure_logging(cfg.logging_level)
+    initialize.configure_logging(cfg.logging_level)
     parallel_state.start_alone()
-    bring_up(cfg)
+    initialize.initialize_megatron(cfg)
     tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
     timers = Timers(cfg.timing_log_level, cfg.timing_log_option, cfg.barrier_with_L1_time)
     _Current.program = _Program(as_namespace(cfg, tokenizer), tokenizer, timers, cfg)
@@ -261,5 +255,5 @@ def get_model(
     program = _program()
     task = ClassicTask(program.cfg, program.tokenizer, {"model_provider": model_provider_func})
     _Current.program = program  # the task took its place
-    chunks = build_model(task, training_device())
+    chunks = build_model(task, initialize.training_device())
     return [*parallelize(chunks, program.cfg, parallel_state.get_process_groups())] if wrap_with_ddp else chunks

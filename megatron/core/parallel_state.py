@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.config.errors import UserError
 from megatron.core.config.notices import notice
 from megatron.core.groups.copy_engines.choice import engines_of
 from megatron.core.groups.nccl_options import DEFAULTS as NCCL_DEFAULTS
@@ -97,7 +96,7 @@ def initialize_model_parallel(
         etp=expert_tensor_parallel_size,
         order=order,
         optimizer_instances=num_distributed_optimizer_instances,
-        cp_levels=_two_levels(hierarchical_context_parallel_sizes),
+        cp_levels=hierarchical_context_parallel_sizes,
     )
     settings = NCCL_DEFAULTS
     if nccl_communicator_config_path is not None:
@@ -119,14 +118,6 @@ def initialize_model_parallel(
     alone = dist.new_group([rank], use_local_synchronization=True) if world_size > 1 else None
     _state = _State(grid, groups, virtual_pipeline_model_parallel_size, alone)
     return groups
-
-
-def _two_levels(sizes: Sequence[int] | None) -> tuple[int, int] | None:
-    if sizes is None:
-        return None
-    if len(sizes) != 2:
-        raise UserError(f"hierarchical_context_parallel_sizes {list(sizes)}: give an inner and an outer size")
-    return sizes[0], sizes[1]
 
 
 def start_alone() -> None:

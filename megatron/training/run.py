@@ -21,6 +21,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
 from megatron.core.tokenizers import build_tokenizer
+from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
 from megatron.training.checkpoint.history import check_save_folder
@@ -37,15 +38,6 @@ from megatron.training.exits.endings import message_of, say, tell_launcher
 from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.data_files import data_file_hooks
-from megatron.training.initialize import (
-    configure_logging,
-    initialize_megatron,
-    rank_from_environment,
-    show_crashes,
-    shut_down,
-    training_device,
-    world_size_from_environment,
-)
 from megatron.training.report.dry_run import dry_run_report
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.tasks.base import Task
@@ -70,18 +62,18 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     A ``UserError`` (flags, data, checkpoints, the environment) ends in one message and a code that is not zero;
     MEGATRON_LOGGING_LEVEL=DEBUG adds the traceback. Any other exception is a bug and is not caught.
     """
-    configure_logging(cfg.logging_level)
-    show_crashes()
+    initialize.configure_logging(cfg.logging_level)
+    initialize.show_crashes()
     try:
-        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), world_size_from_environment())
+        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), initialize.world_size_from_environment())
         if cfg.dry_run:
-            if rank_from_environment() == 0:
+            if initialize.rank_from_environment() == 0:
                 sys.stdout.write(dry_run_report(cfg))
             return 0
         with Watchdog(cfg) as watchdog:
             code = _run(cfg, make_task, watchdog, hooks)
             watchdog.finish()
-            shut_down()
+            initialize.shut_down()
     except UserError as error:
         return _refuse(error)
     except Exception as error:
@@ -99,7 +91,7 @@ def _refuse(error: UserError) -> int:
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
     tell_launcher(message_of(error))
-    configuration, rank = isinstance(error, ConfigError), rank_from_environment()
+    configuration, rank = isinstance(error, ConfigError), initialize.rank_from_environment()
     if not error.reported and (rank == 0 or not configuration):  # every rank finds the same configuration problems
         say(message_of(error), rank)
     return 2 if configuration else 1
@@ -107,7 +99,7 @@ def _refuse(error: UserError) -> int:
 
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
     with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
-        groups = initialize_megatron(cfg, watchdog.store)
+        groups = initialize.initialize_megatron(cfg, watchdog.store)
         from_first_rank(lambda: check_save_folder(cfg), groups.world)
         log_arguments(cfg)
         tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
@@ -155,7 +147,7 @@ def _train_and_evaluate(trainer: Trainer) -> int:
 
 def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> Components:
     """Model, optimizer, schedule, checkpoint and data, in the order in which they need each other."""
-    model = parallelize(build_model(task, training_device()), cfg, groups)
+    model = parallelize(build_model(task, initialize.training_device()), cfg, groups)
     report_choices(model)
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(optimizer_config(cfg), model, groups=groups)
@@ -195,11 +187,11 @@ def optimizer_config(cfg: PretrainConfig) -> OptimizerConfig:
 
 def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     """The run as hooks see it at the start."""
-    device = training_device()
+    device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
-        state=parts.state, train_iters=cfg.train_iters or 0, rank=rank_from_environment(), world_size=cfg.world_size,
-        data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
+        state=parts.state, train_iters=cfg.train_iters or 0, rank=initialize.rank_from_environment(),
+        world_size=cfg.world_size, data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
     )  # fmt: skip
 
 

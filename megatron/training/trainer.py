@@ -20,15 +20,7 @@ from megatron.training.checks.finite import FiniteCheck, named_by_origin
 from megatron.training.components import Components
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.evaluate import EvalSet, Evaluator
-from megatron.training.exits.conditions import (
-    ExitConditions,
-    ExitReason,
-    after_failed_saves,
-    every,
-    is_eval_iteration,
-    is_log_iteration,
-    is_save_iteration,
-)
+from megatron.training.exits import conditions
 from megatron.training.hooks.base import Hooks
 from megatron.training.initialize import training_device
 from megatron.training.observe.loss_sums import LossSums
@@ -41,7 +33,7 @@ logger = logging.getLogger(__name__)
 class Trainer:
     """Trains ``parts.model`` until an exit condition holds."""
 
-    def __init__(self, cfg: PretrainConfig, parts: Components, exits: ExitConditions) -> None:
+    def __init__(self, cfg: PretrainConfig, parts: Components, exits: conditions.ExitConditions) -> None:
         self.cfg, self.parts, self.exits = cfg, parts, exits
         self.state, self.timers = parts.state, parts.task.timers
         self.hooks = Hooks(cfg.log_interval, parts.hooks)
@@ -58,22 +50,22 @@ class Trainer:
         self.last_validation: tuple[int, list[EvalResult]] | None = None
         """The iteration of the last evaluation of the validation sets, and its results."""
 
-    def train(self) -> ExitReason:
+    def train(self) -> conditions.ExitReason:
         """Iterations, with evaluation and checkpoints between them, until the first reason to stop."""
         reason = self.exits.check(self.state)
         self.collect_garbage(force=True)
         self.restart_timer()
         while reason is None:
             metrics = self.train_step()
-            if is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
+            if conditions.is_log_iteration(self.cfg.log_interval, self.state.iteration, self.first_iteration):
                 self.read_checks()
             self.hooks.on_step(self.state, metrics)
-            if is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
+            if conditions.is_eval_iteration(self.cfg.eval_interval, self.state.iteration, self.cfg.start_eval_at_iter):
                 self.evaluate()
             reason = self.exits.check(self.state)
-            if is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
+            if conditions.is_save_iteration(self.cfg.save_interval, self.state.iteration, reason):
                 self.save(last=reason is not None)
-            elif every(self.cfg.non_persistent_save_interval, self.state.iteration):
+            elif conditions.every(self.cfg.non_persistent_save_interval, self.state.iteration):
                 self.save(fast=True)
             self.finish_save()
             reason = reason or self.unsaved()
@@ -249,15 +241,16 @@ class Trainer:
                 )
             )  # fmt: skip
 
-    def unsaved(self) -> ExitReason | None:
+    def unsaved(self) -> conditions.ExitReason | None:
         """The reason to stop where checkpoints cannot be written."""
         checkpointer, cfg = self.parts.checkpointer, self.cfg
-        return after_failed_saves(checkpointer.failed_saves, cfg.max_failed_saves, cfg.save, checkpointer.last_failure)
+        failed, why = checkpointer.failed_saves, checkpointer.last_failure
+        return conditions.after_failed_saves(failed, cfg.max_failed_saves, cfg.save, why)
 
     def between_steps(self) -> None:
         """Housekeeping that must happen at the same iteration on every rank."""
         cfg, iteration = self.cfg, self.state.iteration
-        if every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
+        if conditions.every(cfg.train_sync_interval, iteration) and self.device.type == "cuda":
             torch.cuda.synchronize()
         self.return_memory(2)
         self.collect_garbage(force=False)
@@ -273,7 +266,7 @@ class Trainer:
             return
         if force:
             gc.disable()
-        if force or every(self.cfg.manual_gc_interval, self.state.iteration):
+        if force or conditions.every(self.cfg.manual_gc_interval, self.state.iteration):
             gc.collect()
 
 

@@ -49,7 +49,7 @@ ARITHMETIC = {
     ast.RShift: (">>", "<<"), ast.BitXor: ("^", "|"),
 }  # fmt: skip
 SWAPPED = {
-    "tp": "cp", "cp": "tp", "dp": "tp", "pp": "dp", "dp_cp": "dp", "tp_cp": "cp", "tp_pp": "tp", "tp_dp_cp": "dp_cp",
+    "tp": "cp", "cp": "tp", "dp": "tp", "pp": "dp", "dp_cp": "dp", "tp_cp": "cp", "tp_pp": "tp",
     "dp_cp_shard": "dp_cp", "dp_cp_replica": "dp_cp", "pp_up": "pp_down", "pp_down": "pp_up", "cp_a2a": "cp_p2p",
     "cp_p2p": "cp_a2a", "rank": "size", "is_first": "is_last", "is_last": "is_first", "pre_process": "post_process",
     "post_process": "pre_process", "min": "max", "max": "min", "any": "all", "all": "any", "sum": "mean", "mean": "sum",

@@ -48,7 +48,7 @@ TRAINING = {
     "notices": "config",
     "model_description": "core config",
     "rules": "core config model_description",
-    "exits": "core train_state",
+    "exits": "core config train_state",
     "observe": "core",
     "hooks": "core config exits observe train_state",
     "arguments": "core config exits notices rules",

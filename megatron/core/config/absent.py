@@ -23,16 +23,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.core.config.cli import (
-    NO_SUGGESTION,
-    ConfigError,
-    FlagSpec,
-    Problem,
-    Segment,
-    normalize,
-    segments,
-    suggestion,
-)
+from megatron.core.config import cli
 
 OPERANDS = "*"
 LEAVE_OUT = "leave it out"
@@ -60,17 +51,17 @@ class Absent:
         program, _, fix = self.answer.partition(": ")
         return f"refused: {fix} (a flag of {program})" if self.status == "other" else f"refused: {self.answer}"
 
-    def refusal(self, typed: str) -> Problem:
+    def refusal(self, typed: str) -> cli.Problem:
         """The answer to a flag that cannot be read as anything."""
         if self.status == "other":
             program, _, fix = self.answer.partition(": ")
-            return Problem(typed, f"is a flag of {program}", fix=fix)
+            return cli.Problem(typed, f"is a flag of {program}", fix=fix)
         reason = {
             "retired": "is not a flag any more",
             "foreign": "exists in Megatron-LM, is not available here",
             "removed": "was removed from Megatron-LM",
         }[self.status]
-        return Problem(typed, reason, fix=self.answer or LEAVE_OUT)
+        return cli.Problem(typed, reason, fix=self.answer or LEAVE_OUT)
 
 
 def _value(text: str) -> Any:
@@ -111,20 +102,20 @@ def _answer_to(row: Absent, value: Any) -> Absent:
     return by_name().get(f"{row.names[0]}={value}", row) if row.names else row
 
 
-def _spec(row: Absent) -> FlagSpec:
+def _spec(row: Absent) -> cli.FlagSpec:
     """How a row's flag is read, for the rows that are accepted at all."""
     field = next(iter(row.settings), row.names[0])  # a spelling alone is nobody's setting
     default = row.settings.get(field)
     nargs = None if row.nargs in ("", "1") else row.nargs
     on = next((name for name in row.names if default is True and name[2:].replace("-", "_") == field), None)
-    return FlagSpec(
+    return cli.FlagSpec(
         field, tuple(name for name in row.names if name != on), default, _value, "custom" if row.nargs else "bool", (),
         nargs, True, None, on, None, None, Absent,
     )  # fmt: skip
 
 
 @functools.cache
-def specs() -> tuple[FlagSpec, ...]:
+def specs() -> tuple[cli.FlagSpec, ...]:
     """Flags that are read, and then refused or accepted without effect."""
     accepted = (row for row in rows() if row.status in ("not yet", "no effect") and row.names)
     return tuple(_spec(row) for row in accepted if "=" not in row.names[0])
@@ -137,7 +128,7 @@ def renamed() -> dict[str, str]:
     return {name: tokens[0] for name, tokens in older.items() if tokens[1:] == [OPERANDS]}
 
 
-def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment], list[str], list[Problem]]:
+def rewrite(found: list[cli.Segment], known: Container[str]) -> tuple[list[cli.Segment], list[str], list[cli.Problem]]:
     """Reads older spellings of a command line as today's, and answers what cannot be read; ``known`` is left alone.
 
     What comes of a rewrite goes to the front, so that today's spelling wins where both are given.
@@ -146,9 +137,9 @@ def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment],
         the command line in today's flags, one notice per spelling or value that is read otherwise, and the refusals.
     """
     front: list[list[str]] = []
-    kept: list[Segment] = []
+    kept: list[cli.Segment] = []
     notices: list[str] = []
-    problems: list[Problem] = []
+    problems: list[cli.Problem] = []
     for segment in found:
         name = segment.name.lower()
         of_value = by_name().get(f"{name}={' '.join(segment.operands)}")
@@ -164,25 +155,26 @@ def rewrite(found: list[Segment], known: Container[str]) -> tuple[list[Segment],
         elif of_value is None:
             kept.append(replace(segment, typed=name))
         elif row.status == "not yet":
-            problems.append(Problem(segment.typed, f"{row.answer} not available yet", segment.operands[0], LEAVE_OUT))
+            reason = f"{row.answer} not available yet"
+            problems.append(cli.Problem(segment.typed, reason, segment.operands[0], LEAVE_OUT))
         else:
             notices.append(f"{' '.join(segment.tokens)} {row.meaning}")
     # what sets several flags goes first: --activations-checkpoint-num-layers 4 counts wherever it stands
-    first, bad_operands = segments([token for tokens in sorted(front, key=len, reverse=True) for token in tokens])
+    first, bad_operands = cli.segments([token for tokens in sorted(front, key=len, reverse=True) for token in tokens])
     return first + kept, notices, problems + bad_operands
 
 
-def answers(values: Mapping[str, Any]) -> tuple[list[str], list[Problem]]:
+def answers(values: Mapping[str, Any]) -> tuple[list[str], list[cli.Problem]]:
     """Notices and refusals for the settings of this table among ``values``; those at their default need none."""
     notices: list[str] = []
-    problems: list[Problem] = []
+    problems: list[cli.Problem] = []
     for spec in specs():
         if spec.field not in values or values[spec.field] == spec.default:
             continue
         row = _answer_to(by_name()[spec.names[0]], values[spec.field])
         if row.status == "not yet":
             shown = {} if spec.is_bool else {"value": values[spec.field]}
-            problems.append(Problem(spec.names[0], f"{row.answer} not available yet", fix=LEAVE_OUT, **shown))
+            problems.append(cli.Problem(spec.names[0], f"{row.answer} not available yet", fix=LEAVE_OUT, **shown))
         else:
             notices.append(f"{spec.names[0]} {row.meaning}")
     return notices, problems
@@ -194,13 +186,13 @@ def defaults() -> dict[str, Any]:
     return dict.fromkeys(foreign) | {name: row.settings[name] for name, row in settings().items()}
 
 
-def explain(problem: Problem, known: Iterable[str]) -> Problem:
+def explain(problem: cli.Problem, known: Iterable[str]) -> cli.Problem:
     """An unknown flag with the likeliest spelling: a flag that exists first, since old names, and those of other
     programs, are rarely meant."""
-    name = normalize(problem.flag)
+    name = cli.normalize(problem.flag)
     older = [older for row in rows() if row.status in ("means", "retired", "other") for older in row.names]
-    candidates = (suggestion(name, names) for names in (known, older))
-    fix = next((each for each in candidates if each != NO_SUGGESTION), NO_SUGGESTION)
+    candidates = (cli.suggestion(name, names) for names in (known, older))
+    fix = next((each for each in candidates if each != cli.NO_SUGGESTION), cli.NO_SUGGESTION)
     return replace(problem, fix=fix)
 
 
@@ -227,18 +219,18 @@ class TakesSettings(type):
         own = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         others = {name: given.pop(name) for name in sorted(given.keys() & defaults().keys() - own)}
         if problems := [problem for name, value in others.items() for problem in _refused(name, value)]:
-            raise ConfigError(problems)
+            raise cli.ConfigError(problems)
         made = super().__call__(*args, **given)
         vars(made).update(others)
         return made
 
 
-def _refused(name: str, value: Any) -> Iterator[Problem]:
+def _refused(name: str, value: Any) -> Iterator[cli.Problem]:
     row = settings().get(name)
     if row is None:
         if value:
-            yield Problem(name, "exists in Megatron-LM, is not available here", value, LEAVE_OUT)
+            yield cli.Problem(name, "exists in Megatron-LM, is not available here", value, LEAVE_OUT)
         return
     default, row = row.settings[name], _answer_to(row, value)
     if row.status == "not yet" and value != default and value is not None:
-        yield Problem(name, f"{row.answer} not available yet", value, LEAVE_OUT)
+        yield cli.Problem(name, f"{row.answer} not available yet", value, LEAVE_OUT)

@@ -123,6 +123,11 @@ class NetworkSizeConfig:
     no_persist_layer_norm: bool = False
     """Plain torch operations for norms instead of kernels that take the residual stream along."""
 
+    @property
+    def gated_linear_unit(self) -> bool:
+        """Whether the feed-forward network multiplies two halves of its first GEMM's output."""
+        return self.swiglu or self.quick_geglu or self.geglu
+
 
 @dataclass(kw_only=True)
 class InitializationConfig:

@@ -91,11 +91,6 @@ class TransformerConfig(ModelParallelConfig, ModelSettings):
         """The older name of ``norm_epsilon``."""
         return self.norm_epsilon
 
-    @property
-    def gated_linear_unit(self) -> bool:
-        """Whether the feed-forward network multiplies two halves of its first GEMM's output."""
-        return self.swiglu or self.quick_geglu or self.geglu
-
     @classmethod
     def in_our_words(cls, given: dict[str, Any]) -> dict[str, Any]:
         """Arguments of Megatron-LM's constructor under the names that they have here.

@@ -16,81 +16,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.fusions.activation_kernels import (
-    GateTraits,
-    gated_triton,
-    squared_relu_triton,
-    weighted_gated_triton,
-)
+from megatron.core.config.transformer_config import TransformerConfig
+from megatron.core.fusions import activation_kernels
 from megatron.core.fusions.dispatch import ByDevice, kernels_serve
 
 _QUICK_GELU_SLOPE = 1.702
 
 
-class ActivationChoice(Protocol):
-    """The fields of a configuration that select an activation."""
-
-    swiglu: bool
-    squared_relu: bool
-    relu: bool
-    quick_geglu: bool
-    geglu: bool
-    exact_gelu: bool
-    bias_gelu_fusion: bool
-    bias_swiglu_fusion: bool
-    add_bias_linear: bool
-    activation_func_clamp_value: float | None
-    glu_linear_offset: float
-    params_dtype: torch.dtype
-
-
-def is_gated(config: ActivationChoice) -> bool:
-    """Whether fc1 computes two halves."""
-    return config.swiglu or config.quick_geglu or config.geglu
-
-
-def activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
+def activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
     """The function between fc1 and fc2: [..., f] -> [..., f], or [..., 2 f] -> [..., f] for gated ones.
 
     ``bias_swiglu_fusion`` lets kernels compute gated ones, ``bias_gelu_fusion`` the others.
     """
     plain = _plain_activation_of(config)
-    wanted = config.bias_swiglu_fusion if is_gated(config) else config.bias_gelu_fusion
-    if config.geglu or not (is_gated(config) or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
+    is_gated = config.gated_linear_unit
+    wanted = config.bias_swiglu_fusion if is_gated else config.bias_gelu_fusion
+    if config.geglu or not (is_gated or config.squared_relu) or not kernels_serve(config.params_dtype, wanted):
         return plain
     if config.squared_relu:
-        return ByDevice(squared_relu_triton, plain)
-    return ByDevice(partial(gated_triton, traits=_gate_traits(config)), plain)
+        return ByDevice(activation_kernels.squared_relu_triton, plain)
+    return ByDevice(partial(activation_kernels.gated_triton, traits=_gate_traits(config)), plain)
 
 
-def weighted_activation_of(config: ActivationChoice) -> Callable[[Tensor, Tensor], Tensor]:
+def weighted_activation_of(config: TransformerConfig) -> Callable[[Tensor, Tensor], Tensor]:
     """The same, multiplied by a weight per token: [..., f or 2 f], [...] -> [..., f], in the dtype of the former.
 
     Kernels compute gated ones in one pass.
     """
-    plain = partial(_weighted, activation=activation_of(config))
-    if config.geglu or not is_gated(config) or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
+    plain, is_gated = partial(_weighted, activation=activation_of(config)), config.gated_linear_unit
+    if config.geglu or not is_gated or not kernels_serve(config.params_dtype, config.bias_swiglu_fusion):
         return plain
-    return ByDevice(partial(weighted_gated_triton, traits=_gate_traits(config)), plain)
+    return ByDevice(partial(activation_kernels.weighted_gated_triton, traits=_gate_traits(config)), plain)
 
 
 def _weighted(x: Tensor, weights: Tensor, *, activation: Callable[[Tensor], Tensor]) -> Tensor:
     return (activation(x) * weights.unsqueeze(-1)).to(x.dtype)
 
 
-def _gate_traits(config: ActivationChoice) -> GateTraits:
+def _gate_traits(config: TransformerConfig) -> activation_kernels.GateTraits:
     slope = 1.0 if config.swiglu else _QUICK_GELU_SLOPE
-    return GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
+    return activation_kernels.GateTraits(slope, config.activation_func_clamp_value, config.glu_linear_offset)
 
 
-def _plain_activation_of(config: ActivationChoice) -> Callable[[Tensor], Tensor]:
-    if is_gated(config):
+def _plain_activation_of(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    if config.gated_linear_unit:
         clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
         if config.swiglu and clamp is None and offset == 0.0:
             return swiglu

@@ -142,11 +142,14 @@ def combine_triton(x: Tensor, place_tj: Tensor) -> Tensor:
     return _launch(_combine_kernel, x, place_tj, CHOICES=place_tj.shape[1])
 
 
+Move = Callable[[Tensor, Tensor], Tensor]
+
+
 class RowMoves(NamedTuple):
     """An implementation of both directions."""
 
-    gather: Callable[[Tensor, Tensor], Tensor]
-    combine: Callable[[Tensor, Tensor], Tensor]
+    gather: Move
+    combine: Move
 
 
 PLAIN = RowMoves(gather_plain, combine_plain)
@@ -159,28 +162,18 @@ def choose_row_moves(dtype: torch.dtype, wanted: bool = True) -> RowMoves:
     return RowMoves(ByDevice(gather_triton, gather_plain), ByDevice(combine_triton, combine_plain))
 
 
-class _Gather(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """``move(x, index)``, whose gradient is moved by ``back(grad, back_index)``."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source_r: Tensor, place_tj: Tensor, moves: RowMoves) -> Tensor:
-        ctx.save_for_backward(place_tj)
-        ctx.combine = moves.combine
-        return moves.gather(x, source_r)
+    def forward(ctx: Any, x: Tensor, index: Tensor, back_index: Tensor, move: Move, back: Move) -> Tensor:
+        ctx.save_for_backward(back_index)
+        ctx.back = back
+        return move(x, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.combine(grad, ctx.saved_tensors[0]), None, None, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, source_r: Tensor, place_tj: Tensor, moves: RowMoves) -> Tensor:
-        ctx.save_for_backward(source_r)
-        ctx.gather = moves.gather
-        return moves.combine(x, place_tj)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.gather(grad, ctx.saved_tensors[0]), None, None, None
+        return ctx.back(grad, ctx.saved_tensors[0]), None, None, None, None
 
 
 class _GatherChoices(torch.autograd.Function):
@@ -203,12 +196,12 @@ class _GatherChoices(torch.autograd.Function):
 
 def gather_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
     """Each choice's copy of its token: [t, h] -> [r, h]."""
-    return _Gather.apply(x, permutation.token_r, permutation.place_tj, moves)
+    return _Move.apply(x, permutation.token_r, permutation.place_tj, moves.gather, moves.combine)
 
 
 def combine_rows(x: Tensor, permutation: Permutation, moves: RowMoves = PLAIN) -> Tensor:
     """The sum of each token's rows, in the order of its choices: [r, h] -> [t, h]."""
-    return _Combine.apply(x, permutation.token_r, permutation.place_tj, moves)
+    return _Move.apply(x, permutation.place_tj, permutation.token_r, moves.combine, moves.gather)
 
 
 def gather_choices(x: Tensor, permutation: Permutation) -> Tensor:

@@ -11,7 +11,7 @@ A group of one rank has no handle, and every collective over it is the identity:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -83,7 +83,6 @@ class ProcessGroups:
     tp_cp: Group = Group("tp_cp")
     tp_pp: Group = Group("tp_pp")
     """Ranks that together hold one copy of the model (Megatron-LM's model-parallel group)."""
-    tp_dp_cp: Group = Group("tp_dp_cp")
     ep: Group = Group("ep")
     etp: Group = Group("etp")
     edp: Group = Group("edp")
@@ -127,7 +126,6 @@ SINGLE_PROCESS = ProcessGroups()
 
 _AXES = {
     "tp": "tp", "cp": "cp", "pp": "pp", "dp": "dp", "dp_cp": "dp-cp", "tp_cp": "tp-cp", "tp_pp": "tp-pp",
-    "tp_dp_cp": "tp-dp-cp",
 }  # fmt: skip
 _LANES = ("pp_up", "pp_down")
 """Groups that share their communicator with no other, although others have the same ranks."""
@@ -175,14 +173,14 @@ class RankGrid:
     optimizer_instances: int = 1
     """Copies of sharded optimizer state: ``dp_cp`` groups are cut into as many stretches."""
 
-    cp_levels: tuple[int, int] | None = None
+    cp_levels: Sequence[int] | None = None
     """Inner and outer size of two-level context parallelism."""
 
     def __post_init__(self) -> None:
-        if self.cp_levels is not None and math.prod(self.cp_levels) != self.cp:
+        if self.cp_levels is not None and (len(self.cp_levels) != 2 or math.prod(self.cp_levels) != self.cp):
             raise UserError(
-                f"hierarchical context-parallel sizes {self.cp_levels[0]} x {self.cp_levels[1]} are not "
-                f"context-parallel size {self.cp}"
+                f"hierarchical_context_parallel_sizes {list(self.cp_levels)}: give an inner and an outer size, whose "
+                f"product is context-parallel size {self.cp}"
             )
         if self.optimizer_instances < 1 or (self.dp * self.cp) % self.optimizer_instances:
             raise UserError(
@@ -271,7 +269,7 @@ class RankGrid:
             size = len(lists[name][0]) // self.optimizer_instances
             lists |= {f"{name}_shard": _stretches(lists[name], size), f"{name}_replica": _places(lists[name], size)}
         lists |= dict.fromkeys(_LANES, self.rank_lists("pp"))
-        inner, step = self.cp_levels[:1] * 2 if self.cp_levels else (1, self.cp)  # without levels, every rank alone
+        inner, step = (self.cp_levels[0],) * 2 if self.cp_levels else (1, self.cp)  # without levels, every rank alone
         lists |= {"cp_a2a": _stretches(lists["cp"], inner), "cp_p2p": _places(lists["cp"], step)}
         return lists | {"embedding": self.embedding_rank_lists()}
 

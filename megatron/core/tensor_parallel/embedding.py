@@ -16,21 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.core.fusions.embedding_gradient import AddRows
-from megatron.core.tensor_parallel.linear import (
-    FusedGradParam,
-    LinearTraits,
-    autograd_proxy,
-    fused_gradient,
-    ready_gradient,
-)
+from megatron.core.tensor_parallel import linear
 
 
-def look_up(weight: Tensor, ids: Tensor, absent: Tensor | None, traits: LinearTraits, add_rows: AddRows) -> Tensor:
+def look_up(
+    weight: Tensor, ids: Tensor, absent: Tensor | None, traits: linear.LinearTraits, add_rows: AddRows
+) -> Tensor:  # fmt: skip
     """Vectors [..., h] of int64 ``ids`` [...]; zeros, and no gradient, where bool ``absent`` [...] is set."""
-    _, ready = autograd_proxy(weight, None, traits)
+    _, ready = linear.autograd_proxy(weight, None, traits)
     if ready is None:
         return _vectors(weight, ids, absent)
-    return _LookUp.apply(ready, FusedGradParam(weight), ids, absent, traits, add_rows)
+    return _LookUp.apply(ready, linear.FusedGradParam(weight), ids, absent, traits, add_rows)
 
 
 def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
@@ -42,8 +38,8 @@ def _vectors(weight: Tensor, ids: Tensor, absent: Tensor | None) -> Tensor:
 class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ready: Tensor, weight: FusedGradParam, ids: Tensor, absent: Tensor | None, traits: LinearTraits,
-        add_rows: AddRows,
+        ctx: Any, ready: Tensor, weight: linear.FusedGradParam, ids: Tensor, absent: Tensor | None,
+        traits: linear.LinearTraits, add_rows: AddRows,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(ids if absent is None else ids.masked_fill(absent, -1))
         ctx.weight, ctx.traits, ctx.add_rows = weight.tensor, traits, add_rows
@@ -53,7 +49,7 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (ids,) = ctx.saved_tensors  # -1 where another rank has the row: those are skipped
-        main_grad = fused_gradient(ctx.weight, ctx.traits)
+        main_grad = linear.fused_gradient(ctx.weight, ctx.traits)
         ctx.add_rows(grad.reshape(-1, grad.shape[-1]), ids.flatten(), main_grad)
         # behind the addition: the token's hooks may start the sum of the bucket that main_grad lies in
-        return ready_gradient(grad), None, None, None, None, None
+        return linear.ready_gradient(grad), None, None, None, None, None

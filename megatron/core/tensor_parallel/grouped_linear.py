@@ -27,19 +27,8 @@ from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.fusions.grouped_weight_gradient import add_grouped_weight_gradient
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Shard, XavierUniform, Zeros, parameter
+from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.layers import StackedSize
-from megatron.core.tensor_parallel.linear import (
-    FusedGradParam,
-    LinearTraits,
-    WeightGradientStore,
-    accumulate_product,
-    autograd_proxy,
-    complete_later,
-    fused_gradient,
-    is_deferred,
-    parameter_of,
-    ready_gradient,
-)
 
 if TYPE_CHECKING:
     from megatron.core.config.transformer_config import TransformerConfig
@@ -78,7 +67,7 @@ def weight_gradient_loop(grad: Tensor, x: Tensor, ends: Tensor, total: Tensor | 
     if total is None:
         total = x.new_zeros((len(ends), grad.shape[1], x.shape[1]))
     for rows, total_oi in zip(_stretches(ends), total):
-        accumulate_product(total_oi, grad[rows].t(), x[rows])
+        linear.accumulate_product(total_oi, grad[rows].t(), x[rows])
     return total
 
 
@@ -122,7 +111,7 @@ class GroupedLinear(nn.Module):
     first rank's.
     """
 
-    weight_gradient_store: WeightGradientStore | None = None
+    weight_gradient_store: linear.WeightGradientStore | None = None
 
     def __init__(
         self,
@@ -149,23 +138,23 @@ class GroupedLinear(nn.Module):
             self.bias = parameter(shape, init=Zeros(), mesh=where, partial=("etp",) if splits_input else (), **placed)
         self.products = products
         self.adds_bias = self.bias is not None and (groups.etp.is_first or not splits_input)
-        self.traits = LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
+        self.traits = linear.LinearTraits(groups.etp, fuse_weight_gradient=config.gradient_accumulation_fusion)
         self.add_rows = choose_add_rows(config.params_dtype)
 
     def forward(self, x: Tensor, ends: Tensor, bias_scale: Tensor | None = None) -> Tensor:
         """``bias_scale`` [r] multiplies the bias of each row."""
         traits, store, products = self.traits, self.weight_gradient_store, self.products
-        weight: Any = FusedGradParam(self.weight)
+        weight: Any = linear.FusedGradParam(self.weight)
         ready = None
-        if not is_deferred(x, self.weight, traits, store):
+        if not linear.is_deferred(x, self.weight, traits, store):
             store = None
-            weight, ready = autograd_proxy(self.weight, x, traits)
+            weight, ready = linear.autograd_proxy(self.weight, x, traits)
         y = _GroupedLinear.apply(x, weight, ends, traits, products, store, ready)
         if not self.adds_bias:
             return y
         assert self.bias is not None
         scale = x.new_ones(len(x)) if bias_scale is None else bias_scale
-        bias, bias_ready = autograd_proxy(self.bias, x, traits)
+        bias, bias_ready = linear.autograd_proxy(self.bias, x, traits)
         return _GroupedBias.apply(y, bias, scale, ends, traits, self.add_rows, bias_ready)
 
 
@@ -177,10 +166,10 @@ def _by_group(x: Tensor, ends: Tensor) -> Tensor:
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: LinearTraits, products: GroupedProducts,
-        store: WeightGradientStore | None, ready: Tensor | None,
+        ctx: Any, x: Tensor, weight: Any, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts,
+        store: linear.WeightGradientStore | None, ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_weight, weight = isinstance(weight, FusedGradParam), parameter_of(weight)
+        ctx.adds_weight, weight = isinstance(weight, linear.FusedGradParam), linear.parameter_of(weight)
         ctx.save_for_backward(x, weight, ends)
         # recomputation gives back saved tensors as mere copies, which have no main_grad
         ctx.weight, ctx.traits, ctx.products, ctx.store = weight, traits, products, store
@@ -200,14 +189,15 @@ class _GroupedLinear(torch.autograd.Function):
         elif ctx.needs_input_grad[1] or ctx.adds_weight:
             grad_weight = _weight_gradient(parameter, grad, x, ends, traits, products)
         # the token's gradient comes last: its hooks start the sum of a bucket, which must hold dW by then
-        return grad_x, grad_weight, None, None, None, None, ready_gradient(grad) if ctx.needs_input_grad[6] else None
+        ready = linear.ready_gradient(grad) if ctx.needs_input_grad[6] else None
+        return grad_x, grad_weight, None, None, None, None, ready
 
 
 def _weight_gradient(
-    weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor, traits: LinearTraits, products: GroupedProducts
+    weight: Tensor, grad: Tensor, x: Tensor, ends: Tensor, traits: linear.LinearTraits, products: GroupedProducts
 ) -> Tensor | None:
     """dW; None once it is in ``main_grad``."""
-    main_grad = fused_gradient(weight, traits)
+    main_grad = linear.fused_gradient(weight, traits)
     if main_grad is None:
         return products.weight_gradient(grad, x, ends, None).view(weight.shape)
     products.weight_gradient(grad, x, ends, _by_group(main_grad, ends))
@@ -217,7 +207,7 @@ def _weight_gradient(
 @torch.no_grad()
 def _complete(weight: Tensor, *rest: Any) -> None:
     """The deferred part of a backward pass."""
-    complete_later(weight, _weight_gradient(weight, *rest))
+    linear.complete_later(weight, _weight_gradient(weight, *rest))
 
 
 class _GroupedBias(torch.autograd.Function):
@@ -225,10 +215,10 @@ class _GroupedBias(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: LinearTraits, add_rows: Any,
+        ctx: Any, y: Tensor, bias: Any, scale: Tensor, ends: Tensor, traits: linear.LinearTraits, add_rows: Any,
         ready: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_bias, bias = isinstance(bias, FusedGradParam), parameter_of(bias)
+        ctx.adds_bias, bias = isinstance(bias, linear.FusedGradParam), linear.parameter_of(bias)
         ctx.save_for_backward(bias, scale, ends)
         ctx.bias, ctx.traits, ctx.add_rows = bias, traits, add_rows
         return y + (scale.unsqueeze(-1) * _bias_rows(bias, ends, len(y))).to(y.dtype)
@@ -241,12 +231,13 @@ class _GroupedBias(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             grad_scale = (grad * _bias_rows(bias, ends, len(grad))).sum(-1, dtype=scale.dtype)
         if ctx.needs_input_grad[1] or ctx.adds_bias:
-            total = fused_gradient(ctx.bias, ctx.traits) if ctx.adds_bias else None
+            total = linear.fused_gradient(ctx.bias, ctx.traits) if ctx.adds_bias else None
             grad_bias = torch.zeros_like(bias) if total is None else total
             scaled = (grad * scale.unsqueeze(-1)).to(grad.dtype)
             ctx.add_rows(scaled, group_of_rows(ends, len(grad)), grad_bias.view(len(ends), -1))
             grad_bias = None if total is not None else grad_bias
-        return grad, grad_bias, grad_scale, None, None, None, ready_gradient(grad) if ctx.needs_input_grad[6] else None
+        ready = linear.ready_gradient(grad) if ctx.needs_input_grad[6] else None
+        return grad, grad_bias, grad_scale, None, None, None, ready
 
 
 def group_of_rows(ends: Tensor, rows: int) -> Tensor:

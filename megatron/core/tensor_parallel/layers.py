@@ -31,20 +31,12 @@ from megatron.core.fusions.embedding_gradient import choose_add_rows
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Nested, Part, Replicate, Shard, Zeros, parameter
 from megatron.core.sharding.rectangles import Rectangle
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle, start_all_gather, start_reduce_scatter
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import look_up
 from megatron.core.tensor_parallel.linear import LinearTraits, WeightGradientStore, accumulate_product, parallel_linear
 from megatron.core.tensor_parallel.linear_cross_entropy import LogitSteps, linear_cross_entropy
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    identity,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    scatter_to_tensor_model_parallel_region,
-)
 from megatron.core.tensor_parallel.vocabulary import check_ids, num_true_entries, stored_vocab_size
 
 if TYPE_CHECKING:
@@ -121,10 +113,12 @@ class ColumnParallelLinear(nn.Module):
         self._multiply, self._multiply_gathered = self._whole, self._whole_of_gathered
         if self.shared_weight is not None:
             self._multiply, self._multiply_gathered = self._with_shared_rows, self._with_shared_rows_of_gathered
-        self._enter: Callable = copy_to_tensor_model_parallel_region
+        self._enter: Callable = mappings.copy_to_tensor_model_parallel_region
         if gathers:
-            self._enter = gather_from_sequence_parallel_region
-        self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
+            self._enter = mappings.gather_from_sequence_parallel_region
+        self._leave: Callable = mappings.identity
+        if gather_output:
+            self._leave = mappings.gather_from_tensor_model_parallel_region
 
     def forward(self, x: Tensor | AutogradHandle) -> tuple[Tensor, Tensor | None]:
         """``x`` may be on its way already (:meth:`gather`)."""
@@ -217,14 +211,14 @@ class RowParallel(nn.Module):
         self.bias = parameter((output_size,), init=Zeros(), partial=partial, **placed) if bias else None
         self.group, self.skip_bias_add = groups.tp, skip_bias_add
         self._bias_is_fused = bias and not skip_bias_add and groups.tp.size == 1
-        self._enter: Callable = scatter_to_tensor_model_parallel_region
+        self._enter: Callable = mappings.scatter_to_tensor_model_parallel_region
         if input_is_parallel:
-            self._enter = identity
+            self._enter = mappings.identity
         self.traits = _traits(config, groups)
         self.scatters = sequence_parallel
-        self._leave: Callable = reduce_from_tensor_model_parallel_region
+        self._leave: Callable = mappings.reduce_from_tensor_model_parallel_region
         if sequence_parallel:
-            self._leave = reduce_scatter_to_sequence_parallel_region
+            self._leave = mappings.reduce_scatter_to_sequence_parallel_region
 
     def _with_bias(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.skip_bias_add or self.bias is None:
@@ -315,7 +309,7 @@ class VocabParallelEmbedding(nn.Module):
         return look_up(self.weight, ids, None, self.traits, self._add_rows)
 
     def _look_up_split(self, ids: Tensor) -> Tensor:
-        return reduce_from_tensor_model_parallel_region(self._local_vectors(ids), self.group)
+        return mappings.reduce_from_tensor_model_parallel_region(self._local_vectors(ids), self.group)
 
     def _local_vectors(self, ids: Tensor) -> Tensor:
         """Zeros for what other ranks hold."""
@@ -330,7 +324,7 @@ class VocabParallelEmbedding(nn.Module):
     def scattered(self, ids: Tensor) -> Tensor:
         """Vectors [s / tp, b, h] of this rank's positions in ids [s, b]: sums are scattered (sequence parallelism)."""
         check_ids(ids, self.num_embeddings, "token ids")
-        return reduce_scatter_to_sequence_parallel_region(self._local_vectors(ids), self.group)
+        return mappings.reduce_scatter_to_sequence_parallel_region(self._local_vectors(ids), self.group)
 
 
 class VocabParallelOutput(nn.Module):

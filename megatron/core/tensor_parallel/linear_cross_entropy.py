@@ -27,19 +27,8 @@ from torch.autograd.function import once_differentiable
 from megatron.core.config.errors import UserError
 from megatron.core.fusions.cross_entropy import Softmax, cross_entropy_passes
 from megatron.core.groups.async_handle import AsyncHandle
+from megatron.core.tensor_parallel import linear
 from megatron.core.tensor_parallel.cross_entropy import LocalLabels, local_labels, losses_of
-from megatron.core.tensor_parallel.linear import (
-    FusedGradParam,
-    LinearTraits,
-    WeightGradientStore,
-    autograd_proxy,
-    complete_later,
-    fused_gradient,
-    is_deferred,
-    parameter_of,
-    ready_gradient,
-    start_sum_of_input_gradient,
-)
 from megatron.core.tensor_parallel.mappings import all_gather_along_first_dim
 
 CHUNK_BYTES = 256 << 20
@@ -61,9 +50,9 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     vocab_size: int,
-    traits: LinearTraits,
+    traits: linear.LinearTraits,
     chunk_tokens: int = 0,
-    store: WeightGradientStore | None = None,
+    store: linear.WeightGradientStore | None = None,
     logits: LogitSteps | None = None,
 ) -> Tensor:
     """Losses [s, b] in fp32 (fp64 for fp64) of the logits ``x weight^T`` for global ids ``target`` int64 [s, b].
@@ -78,8 +67,8 @@ def linear_cross_entropy(
         raise UserError(f"cross_entropy_chunk_tokens {chunk_tokens} is negative; 0 chooses by memory")
     labels = local_labels(target, len(weight), vocab_size, traits.group)
     chunk = chunk_tokens or tokens_of_a_chunk(len(weight) * x.element_size())
-    deferred = is_deferred(x, weight, traits, store)
-    seen, ready = (FusedGradParam(weight), None) if deferred else autograd_proxy(weight, x, traits)
+    deferred = linear.is_deferred(x, weight, traits, store)
+    seen, ready = (linear.FusedGradParam(weight), None) if deferred else linear.autograd_proxy(weight, x, traits)
     losses = _LinearCrossEntropy.apply(
         x, seen, labels, traits, chunk, store if deferred else None, ready, steps.soft_cap, steps.bias
     )  # fmt: skip
@@ -95,12 +84,12 @@ def tokens_of_a_chunk(bytes_per_token: int) -> int:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: LinearTraits,
-        chunk_tokens: int, store: WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
+        ctx: Any, x: Tensor, weight: Any, labels: LocalLabels, traits: linear.LinearTraits,
+        chunk_tokens: int, store: linear.WeightGradientStore | None, ready: Tensor | None, soft_cap: float | None,
         bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        ctx.adds_weight = isinstance(weight, FusedGradParam)
-        weight = parameter_of(weight)
+        ctx.adds_weight = isinstance(weight, linear.FusedGradParam)
+        weight = linear.parameter_of(weight)
         ctx.passes = cross_entropy_passes(x.dtype, x.device)
         x_th = _whole_input(x, traits)
         statistics = []
@@ -136,7 +125,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(logits, weight, out=grad_x[chunk])
                 if chunk.stop >= len(x_th):  # behind the last GEMM of dW
-                    summing = start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
+                    summing = linear.start_sum_of_input_gradient(grad_x.view(-1, *x.shape[1:]), traits)
             if total is not None:
                 traits.accumulate(total, logits.t(), x_th[chunk])
             if bias_sum is not None:
@@ -147,12 +136,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = _hand_over(total, ctx.weight, traits, store)
         if summing is not None:
             grad_x = summing.wait()
-        ready = ready_gradient(grad_loss) if needs_ready else None
+        ready = linear.ready_gradient(grad_loss) if needs_ready else None
         grad_bias = None if bias_sum is None else bias_sum.to(bias.dtype)
         return grad_x, grad_weight, None, None, None, None, ready, None, grad_bias
 
 
-def _whole_input(x: Tensor, traits: LinearTraits) -> Tensor:
+def _whole_input(x: Tensor, traits: linear.LinearTraits) -> Tensor:
     """X [t, h] of all positions."""
     whole = all_gather_along_first_dim(x, traits.group) if traits.gather_input else x
     return whole.detach().reshape(-1, x.shape[-1])
@@ -174,24 +163,26 @@ def _logits(
         yield slice(first, first + len(x_ch)), logits
 
 
-def _gradient_sum(weight: Tensor, traits: LinearTraits) -> Tensor:
+def _gradient_sum(weight: Tensor, traits: linear.LinearTraits) -> Tensor:
     """The sum to which chunks add their share of dW."""
-    main_grad = fused_gradient(weight, traits)
+    main_grad = linear.fused_gradient(weight, traits)
     if main_grad is not None:
         return main_grad
     return torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
 
 
 @torch.no_grad()
-def _hand_over(total: Tensor, weight: Tensor, traits: LinearTraits, store: WeightGradientStore | None) -> Tensor | None:
+def _hand_over(
+    total: Tensor, weight: Tensor, traits: linear.LinearTraits, store: linear.WeightGradientStore | None
+) -> Tensor | None:  # fmt: skip
     """dW for autograd, or to the parameter later."""
     if store is not None:
-        store.put(lambda: complete_later(weight, _gradient(total, weight, traits)))
+        store.put(lambda: linear.complete_later(weight, _gradient(total, weight, traits)))
         return None
     return _gradient(total, weight, traits)
 
 
-def _gradient(total: Tensor, weight: Tensor, traits: LinearTraits) -> Tensor | None:
-    if total is fused_gradient(weight, traits):
+def _gradient(total: Tensor, weight: Tensor, traits: linear.LinearTraits) -> Tensor | None:
+    if total is linear.fused_gradient(weight, traits):
         return None
     return total.to(weight.dtype)

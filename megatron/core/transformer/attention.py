@@ -20,13 +20,7 @@ from megatron.core.attention.description import describe_attention
 from megatron.core.attention.window import layer_window
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
-from megatron.core.fusions.split_rotary import (
-    SplitHeads,
-    SplitRotary,
-    choose_rotary,
-    choose_split_heads,
-    choose_split_rotary,
-)
+from megatron.core.fusions import split_rotary
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.autograd_handle import AutogradHandle
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -94,12 +88,12 @@ class SelfAttention(nn.Module):
             groups=groups,
         )
         self.rotary_interleaved = config.rotary_interleaved
-        self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
-        self._heads: SplitHeads = self._normed
-        self._rotated_heads: SplitRotary = self._normed_and_rotated
+        self._rotated = split_rotary.choose_rotary(config.params_dtype, config.apply_rope_fusion)
+        self._heads: split_rotary.SplitHeads = self._normed
+        self._rotated_heads: split_rotary.SplitRotary = self._normed_and_rotated
         if isinstance(self.q_layernorm, IdentityOp) and isinstance(self.k_layernorm, IdentityOp):
-            self._heads = choose_split_heads(config.params_dtype)
-            self._rotated_heads = choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
+            self._heads = split_rotary.choose_split_heads(config.params_dtype)
+            self._rotated_heads = split_rotary.choose_split_rotary(config.params_dtype, config.apply_rope_fusion)
 
     def _normed(self, grouped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [s, b, g * p, d], key and value [s, b, g, d]."""

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import activation_of, is_gated
+from megatron.core.fusions.activations import activation_of
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.layers import StackedSize
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
@@ -48,7 +48,7 @@ class MLP(nn.Module):
         super().__init__()
         width = config.ffn_hidden_size if ffn_hidden_size is None else ffn_hidden_size
         shared = {"config": config, "bias": config.add_bias_linear, "groups": groups}
-        fc1_width = StackedSize((2, width), 1) if is_gated(config) else width
+        fc1_width = StackedSize((2, width), 1) if config.gated_linear_unit else width
         self.linear_fc1 = build_module(
             submodules.linear_fc1, config.hidden_size, fc1_width, init_method=weight_init(config), **shared
         )

@@ -12,15 +12,10 @@ SETTINGS = (
 """Settings that its weights depend on."""
 
 
-def is_gated(config: Config) -> bool:
-    """Whether the first layer puts out a gate beside the value."""
-    return bool(config.swiglu or config.quick_geglu or config.geglu)
-
-
 def describe_mlp(config: Config, place: LayerPlace, *, width: int | None = None) -> Piece:
     """First layer, activation, second layer. ``width`` inside; None: ``ffn_hidden_size``."""
     hidden, width, item = config.hidden_size, width or config.ffn_hidden_size, activation_bytes(config)
-    gated, narrow = is_gated(config), width // config.tensor_model_parallel_size * item
+    gated, narrow = config.gated_linear_unit, width // config.tensor_model_parallel_size * item
     wide = narrow * (2 if gated else 1)
     fc1 = linear("linear_fc1", (2, width) if gated else (width,), hidden, int(gated), bias=config.add_bias_linear)
     fc2 = linear("linear_fc2", (hidden,), width, 1, bias=config.add_bias_linear)

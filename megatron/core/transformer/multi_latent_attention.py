@@ -26,11 +26,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.fusions.split_rotary import choose_rotary
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.autograd_handle import start_all_gather
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import output_weight_init, weight_init
 from megatron.core.transformer.norm import IdentityOp, make_norm
@@ -93,9 +90,9 @@ class MLASelfAttention(nn.Module):
         self._rotated = choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._group = groups.tp
         # each rank's heads see the one rotated key: its gradient is the sum of theirs
-        self._for_all_heads: Callable[..., Tensor] = copy_to_tensor_model_parallel_region
+        self._for_all_heads: Callable[..., Tensor] = mappings.copy_to_tensor_model_parallel_region
         if groups.stream(config.sequence_parallel).size > 1:
-            self._for_all_heads = gather_from_sequence_parallel_region
+            self._for_all_heads = mappings.gather_from_sequence_parallel_region
 
     def _build_projections(
         self, config: TransformerConfig, slots: MLASelfAttentionSubmodules, groups: ProcessGroups

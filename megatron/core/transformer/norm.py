@@ -21,10 +21,7 @@ from megatron.core.extensions.apex import ApexNormalize
 from megatron.core.fusions.residual_norm import Normalize, NormTraits, choose_normalize
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Ones, Shard, Zeros, parameter
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import mappings
 
 
 class StreamNorm(nn.Module):
@@ -112,8 +109,8 @@ class NormAcrossHeads(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         squares = wide.square().sum((2, 3, 4), keepdim=True)
         # summed over ranks forward, and its gradient backward: every rank's output depends on every rank's squares
-        squares = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(squares, self.group), self.group
+        squares = mappings.copy_to_tensor_model_parallel_region(
+            mappings.reduce_from_tensor_model_parallel_region(squares, self.group), self.group
         )
         normed = wide * torch.rsqrt(squares / self.width + self.eps)
         return (normed * (self.weight + self.offset).view(x.shape[2:])).to(x.dtype)

@@ -22,7 +22,7 @@ Legend: s sequence (local), b batch, h hidden.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any, TypeVar
 
 import torch
@@ -100,7 +100,7 @@ def alternate(first: Segments[Tensor], second: Segments[Tensor]) -> tuple[Tensor
     """Runs both to their ends, ``first`` two segments ahead."""
     results: dict[Segments[Tensor], Tensor] = {}
     # after these three, whichever is resumed waits for a collective that the other's last segment has hidden
-    order = chain((first, second, first), _for_ever(first, second))
+    order = chain((first, second, first), cycle((first, second)))
     while len(results) < 2:
         segments = next(order)
         if segments not in results:
@@ -109,8 +109,3 @@ def alternate(first: Segments[Tensor], second: Segments[Tensor]) -> tuple[Tensor
             except StopIteration as end:
                 results[segments] = end.value
     return results[first], results[second]
-
-
-def _for_ever(*segments: Segments[Tensor]) -> Generator[Segments[Tensor], None, None]:
-    while True:
-        yield from segments

@@ -23,14 +23,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file_atomically
-from megatron.training.checkpoint.files import (
-    RELEASE,
-    TRACKER,
-    Found,
-    find_checkpoint,
-    get_checkpoint_name,
-    saved_iterations,
-)
+from megatron.training.checkpoint import files
 from megatron.training.config.pretrain_config import PretrainConfig
 
 logger = logging.getLogger(__name__)
@@ -69,32 +62,32 @@ def identity(folder: str, *, make: bool = False) -> str | None:
     return identity(folder)
 
 
-def _belongs(found: Found, base: str) -> bool:
+def _belongs(found: files.Found, base: str) -> bool:
     return read_manifest(found.directory)["objects"].get("folder") == identity(base) is not None
 
 
-def _newest_fast(cfg: PretrainConfig, repair: bool) -> Found | None:
+def _newest_fast(cfg: PretrainConfig, repair: bool) -> files.Found | None:
     """The checkpoint in the fast folder of the run that --load names; it may have been cut short, unlike others."""
     fast, base = fast_folder(cfg), cfg.save or cfg.load
     if fast is None or base is None or not same_folder(cfg.load, base):
         return None
     try:
-        found = find_checkpoint(fast, repair=repair)
+        found = files.find_checkpoint(fast, repair=repair)
         return found if found is not None and _belongs(found, base) else None
     except CheckpointError as error:
         logger.warning("WARNING: %s: not loaded: %s", fast, error)
         return None
 
 
-def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> Found | None:
+def find_resumable(cfg: PretrainConfig, *, repair: bool = False) -> files.Found | None:
     """What --load and --ckpt-step mean: of the two folders of a run, the newest complete checkpoint."""
     fast = _newest_fast(cfg, repair)
     if fast is not None:
         assert cfg.load is not None
-        newest = max(saved_iterations(cfg.load), default=-1)
+        newest = max(files.saved_iterations(cfg.load), default=-1)
         if fast.iteration > newest if cfg.ckpt_step is None else fast.iteration == cfg.ckpt_step != newest:
             return fast
-    return find_checkpoint(cfg.load, cfg.ckpt_step, repair=repair)
+    return files.find_checkpoint(cfg.load, cfg.ckpt_step, repair=repair)
 
 
 def check_save_folder(cfg: PretrainConfig) -> None:
@@ -111,15 +104,16 @@ def check_save_folder(cfg: PretrainConfig) -> None:
             f"{fast}: holds checkpoints that do not belong to --save {cfg.save}: choose another folder, or delete them,"
             f" or --start-over, which keeps them in {fast}/{SET_ASIDE}-001"
         )
-    iterations = sorted({*saved_iterations(cfg.save), *(saved_iterations(fast) if fast else [])}, reverse=True)
-    others = [name for name in (RELEASE, TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
+    folders = [cfg.save, fast] if fast else [cfg.save]
+    iterations = sorted({each for folder in folders for each in files.saved_iterations(folder)}, reverse=True)
+    others = [name for name in (files.RELEASE, files.TRACKER) if os.path.lexists(os.path.join(cfg.save, name))]
     same = same_folder(cfg.load, cfg.save)
     if not iterations and (same or not others):  # weights alone, to start from, are not in the way
         return
     if same and not cfg.finetune:
         return
     if cfg.load is not None and not same and not cfg.finetune:
-        found = find_checkpoint(cfg.load, cfg.ckpt_step)
+        found = files.find_checkpoint(cfg.load, cfg.ckpt_step)
         if found is not None and continues(cfg.save, found):
             return
     newest = f"checkpoints up to iteration {iterations[0]}" if iterations else " and ".join(others)
@@ -132,18 +126,18 @@ def check_save_folder(cfg: PretrainConfig) -> None:
     )
 
 
-def _any_complete(folder: str) -> Found | None:
+def _any_complete(folder: str) -> files.Found | None:
     with suppress(CheckpointError):
-        return find_checkpoint(folder)
+        return files.find_checkpoint(folder)
     return None
 
 
-def continues(folder: str, found: Found) -> bool:
+def continues(folder: str, found: files.Found) -> bool:
     """Whether ``folder`` holds the checkpoint ``found`` itself, or the one that it is a copy of."""
     if same_folder(str(Path(found.directory).parent), folder):
         return True
     try:
-        manifest = read_manifest(get_checkpoint_name(folder, found.iteration, found.release))
+        manifest = read_manifest(files.get_checkpoint_name(folder, found.iteration, found.release))
     except CheckpointError:
         return False
     return manifest["run_id"] == found.run_id
@@ -153,12 +147,12 @@ def set_aside(folder: str, newer_than: int | None) -> None:
     """Move checkpoints of later iterations to a new folder ``set-aside-…``; None: all, with release and tracker."""
     parent = Path(folder)
     names = [
-        Path(get_checkpoint_name(folder, iteration)).name
-        for iteration in saved_iterations(folder)
+        Path(files.get_checkpoint_name(folder, iteration)).name
+        for iteration in files.saved_iterations(folder)
         if newer_than is None or iteration > newer_than
     ]
     if newer_than is None:  # the tracker first: it must not name what is no longer there
-        names = [name for name in (TRACKER, RELEASE) if os.path.lexists(parent / name)] + names
+        names = [name for name in (files.TRACKER, files.RELEASE) if os.path.lexists(parent / name)] + names
     if not names:
         return
     try:

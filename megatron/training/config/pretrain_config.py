@@ -62,7 +62,7 @@ class PretrainConfig(
     """Values of the flags that an entry script added, and of those that have no effect; also readable as attributes."""
 
     model_family: str = derived("gpt")
-    """Which description, rules and notices are those of this program: a key of ``model_families.FAMILIES``."""
+    """Which description, rules and notices are those of this program: ``gpt``, ``bert`` or ``t5``."""
 
     needs_data: bool = derived(True)
     """False for entry scripts that bring data sets and tokenizers of their own: no rule asks for the flags of data."""

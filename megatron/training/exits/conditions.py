@@ -14,32 +14,20 @@ import signal
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
+from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Batch systems send the first two before the time is up; the third is Ctrl-C."""
 DOUBLE_DELIVERY_SECONDS = 0.5
 """A terminal and a launcher may both deliver one Ctrl-C."""
-
-
-class ExitFlags(Protocol):
-    """The part of the configuration that is read here."""
-
-    train_iters: int
-    train_samples: int | None
-    exit_interval: int | None
-    exit_duration_in_mins: int | None
-    save: str | None
-    save_on_signal: bool
-    exit_signal_handler: bool
-    exit_signal: signal.Signals
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,7 @@ def is_save_iteration(save_interval: int | None, iteration: int, reason: ExitRea
 
 
 def decide(
-    cfg: ExitFlags, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
+    cfg: PretrainConfig, state: TrainState, elapsed: float, received: signal.Signals | None, first_iteration: int = 1
 ) -> ExitReason | None:
     """Whether training stops after ``state.iteration``, which no rank may answer differently.
 
@@ -136,7 +124,7 @@ class ExitConditions:
     are complete or not there, whenever that is.
     """
 
-    def __init__(self, cfg: ExitFlags, *, start_time: float | None = None):
+    def __init__(self, cfg: PretrainConfig, *, start_time: float | None = None):
         """``start_time``: ``time.monotonic()`` when the process started; a clock that is set back does not matter."""
         self.cfg = cfg
         self.start_time = time.monotonic() if start_time is None else start_time

@@ -139,7 +139,7 @@ def one_activation_is_chosen(cfg: PretrainConfig) -> Problems:
     if cfg.exact_gelu and chosen not in ([], ["geglu"]):
         yield problem(cfg, "exact_gelu", f"contradicts --{chosen[0].replace('_', '-')}", "is for GELU and --geglu")
     for field in ("activation_func_clamp_value", "glu_linear_offset"):
-        if getattr(cfg, field) and not (cfg.swiglu or cfg.quick_geglu or cfg.geglu):
+        if getattr(cfg, field) and not cfg.gated_linear_unit:
             yield problem(cfg, field, "needs a gated activation", "--swiglu, --quick-geglu or --geglu")
 
 

@@ -21,17 +21,10 @@ from pathlib import Path
 
 from megatron.training.exits.endings import tell_launcher
 from megatron.training.start.rendezvous import Arrival
+from megatron.training.watchdog import stacks
 from megatron.training.watchdog.failure_store import Answer, Failure, FailureStore, Report
 from megatron.training.watchdog.local_ranks import LocalRanks
 from megatron.training.watchdog.progress import STARTING, Heartbeat, Progress
-from megatron.training.watchdog.stacks import (
-    has_timed_out,
-    is_debugged,
-    leave_if_locked,
-    where_is,
-    write_line,
-    write_stacks,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +133,7 @@ class Monitor(threading.Thread):
         self.rounds += 1
         self.store.publish(self.progress.heartbeat(self.rounds))
         if self._guards_itself:  # later than the others' judgement, so that they name this rank and its reason
-            leave_if_locked(self.limits.heartbeat + self.limits.spreading)
+            stacks.leave_if_locked(self.limits.heartbeat + self.limits.spreading)
         failure = self.store.failure()
         if failure is not None:
             self.told = True
@@ -163,7 +156,7 @@ class Monitor(threading.Thread):
             if (found := self._judge(rank)) is not None:
                 return found
         one = self.progress.heartbeat()
-        if self.rank > 0 or one.silence <= one.allowed or is_debugged(self.main_thread):
+        if self.rank > 0 or one.silence <= one.allowed or stacks.is_debugged(self.main_thread):
             return None
         return self._find_culprit()
 
@@ -209,7 +202,7 @@ class Monitor(threading.Thread):
     def _answer(self) -> Answer:
         if self.own_error:  # the main thread has left the collective that failed
             return Answer(True, self.own_error)
-        return where_is(self.main_thread)
+        return stacks.where_is(self.main_thread)
 
     # ---- the main thread is leaving by an error
 
@@ -224,7 +217,7 @@ class Monitor(threading.Thread):
         self.wake.set()
         if consequence:
             self.progress.mark("lost another rank", long=True)
-            dies_meanwhile = 0.0 if has_timed_out(own.what) else self.limits.heartbeat
+            dies_meanwhile = 0.0 if stacks.has_timed_out(own.what) else self.limits.heartbeat
             self._wait(dies_meanwhile + self.limits.spreading, lambda: self.store.failure() is not None)
         with contextlib.suppress(RuntimeError, OSError):
             if self.store.failure() is None:
@@ -288,9 +281,9 @@ class Monitor(threading.Thread):
         with self._one_ends:
             tell_launcher(str(failure))
             if not failure.for_user:
-                write_stacks(self._report(failure), self.stacks_path)
+                stacks.write_stacks(self._report(failure), self.stacks_path)
             elif failure.rank not in self.local_ranks and self.local_ranks.is_first:
-                write_line(f"watchdog: {failure}")  # the rank that failed has said it on its own host
+                stacks.write_line(f"watchdog: {failure}")  # the rank that failed has said it on its own host
             if failure.rank in self.local_ranks:
                 assert failure.rank is not None
                 self.local_ranks.end(failure.rank, self.limits.spreading)

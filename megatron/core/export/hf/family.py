@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.config.attention import AttentionConfig
@@ -22,10 +23,7 @@ from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.layouts import Layout
 from megatron.core.export.hf.settings import Ignored, Rule, Same, refuse
-from megatron.core.models.bert_description import describe_bert
-from megatron.core.models.common.description import Vocabulary
-from megatron.core.models.gpt_description import describe_gpt
-from megatron.core.models.t5_description import EncoderDecoder, describe_t5
+from megatron.core.models.describe import describe_family
 
 GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
 ELSEWHERE: dict[str, Any] = {
@@ -205,7 +203,8 @@ def transformer_config(settings: Mapping[str, Any]) -> TransformerConfig:
 
 def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
     """Names and global shapes of a model's tensors, and the settings that say what they mean."""
-    model = DESCRIBED[settings["model_family"]](settings)
+    run = SimpleNamespace(**{**settings, "seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1})
+    model = describe_family(transformer_config(settings), run, settings["vocab_size"])
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in model.pieces:
         for param in piece.params:
@@ -214,41 +213,6 @@ def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], 
             if param.name.endswith("router.weight") and settings["moe_router_enable_expert_bias"]:
                 shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
     return shapes, model.settings
-
-
-def _gpt(settings: Mapping[str, Any]) -> Any:
-    return describe_gpt(
-        transformer_config(settings), vocab_size=settings["vocab_size"], **_lengths(settings),
-        share_embeddings_and_output_weights=not settings["untie_embeddings_and_output_weights"],
-    )  # fmt: skip
-
-
-def _bert(settings: Mapping[str, Any]) -> Any:
-    has_head = settings["bert_binary_head"]
-    vocabulary = Vocabulary(settings["vocab_size"], not settings["untie_embeddings_and_output_weights"])
-    return describe_bert(
-        transformer_config(settings), vocabulary, **_lengths(settings), num_tokentypes=2 if has_head else 0,
-        add_binary_head=has_head,
-    )  # fmt: skip
-
-
-def _t5(settings: Mapping[str, Any]) -> Any:
-    layers = settings["decoder_num_layers"] or settings["num_layers"]
-    vocabulary = Vocabulary(settings["vocab_size"], not settings["untie_embeddings_and_output_weights"])
-    options = {name: value for name, value in _lengths(settings).items() if name != "seq_length"}
-    sizes = EncoderDecoder(1, 1, layers, settings["relative_attention_num_buckets"])
-    return describe_t5(transformer_config(settings), vocabulary, sizes, **options)
-
-
-def _lengths(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {"seq_length": 1, "max_sequence_length": settings["max_position_embeddings"],
-            "position_embedding_type": settings["position_embedding_type"]}  # fmt: skip
-
-
-DESCRIBED: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "gpt": _gpt, "bert": _bert, "t5": _t5,
-}  # fmt: skip
-"""By ``model_family``."""
 
 
 def counters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -30,13 +30,8 @@ from megatron.core.extensions.cudnn import one_cudnn
 from megatron.core.extensions.installed import is_installed
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.sharding.placement import Init, Ones, Shard, Zeros, parameter
+from megatron.core.tensor_parallel import mappings
 from megatron.core.tensor_parallel.layers import RowParallel, StackedSize
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    gather_from_tensor_model_parallel_region,
-    identity,
-)
 
 NAME = "transformer_engine"
 MODULE = "transformer_engine.pytorch"
@@ -145,10 +140,12 @@ class TEColumnParallelLinear(nn.Module):
             self.weight, None if skip_bias_add else self.bias, fuse_weight_gradient=config.gradient_accumulation_fusion
         )
         self._gemm: Gemm | NormGemm = gemm
-        self._enter: Callable = copy_to_tensor_model_parallel_region
+        self._enter: Callable = mappings.copy_to_tensor_model_parallel_region
         if groups.stream(config.sequence_parallel).size > 1:
-            self._enter = gather_from_sequence_parallel_region
-        self._leave: Callable = gather_from_tensor_model_parallel_region if gather_output else identity
+            self._enter = mappings.gather_from_sequence_parallel_region
+        self._leave: Callable = mappings.identity
+        if gather_output:
+            self._leave = mappings.gather_from_tensor_model_parallel_region
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output = self._gemm(self._enter(x, self.group))

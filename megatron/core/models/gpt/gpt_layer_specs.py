@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
@@ -25,42 +26,23 @@ def _accept(names: Iterable[str]) -> None:
         raise TypeError(f"layer specs have no argument {', '.join(strange)}")
 
 
-def get_gpt_layer_local_spec(
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    qk_layernorm: bool = False,
-    multi_latent_attention: bool = False,
-    fp8: str | None = None,
-    *,
-    qk_l2_norm: bool = False,
-    **accepted: object,
-) -> ModuleSpec:
-    """A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
-    follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
+def _layer_spec(
+    backend: str, num_experts: int | None = None, moe_grouped_gemm: bool = False, qk_layernorm: bool = False,
+    multi_latent_attention: bool = False, fp8: str | None = None, *, qk_l2_norm: bool = False, **accepted: object,
+) -> ModuleSpec:  # fmt: skip
     _accept(accepted)
     return layer_spec(
-        get_backend("local"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts),
+        get_backend(backend), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts),
         multi_latent_attention=multi_latent_attention,
     )  # fmt: skip
 
 
-def get_gpt_layer_with_transformer_engine_spec(
-    num_experts: int | None = None,
-    moe_grouped_gemm: bool = False,
-    qk_layernorm: bool = False,
-    multi_latent_attention: bool = False,
-    fp8: str | None = None,
-    *,
-    qk_l2_norm: bool = False,
-    **accepted: object,
-) -> ModuleSpec:
-    """A layer of Transformer Engine modules; ValueError with the command that installs the package where it is
-    missing. Arguments as of :func:`get_gpt_layer_local_spec`."""
-    _accept(accepted)
-    return layer_spec(
-        get_backend("transformer_engine"), qk_layernorm=qk_layernorm, qk_l2_norm=qk_l2_norm, experts=bool(num_experts),
-        multi_latent_attention=multi_latent_attention,
-    )  # fmt: skip
+get_gpt_layer_local_spec = partial(_layer_spec, "local")
+"""A layer from torch alone. Norms of queries and keys are also built when the configuration asks for them; what
+follows from the configuration (``fp8`` and the rest) is accepted for programs that pass it."""
+
+get_gpt_layer_with_transformer_engine_spec = partial(_layer_spec, "transformer_engine")
+"""A layer of Transformer Engine modules; ValueError with the command that installs the package where it is missing."""
 
 
 def get_gpt_decoder_block_spec(

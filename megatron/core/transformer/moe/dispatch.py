@@ -30,15 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.permute import (
-    Permutation,
-    choose_row_moves,
-    combine_rows,
-    gather_choices,
-    gather_rows,
-    pad_to,
-    sort_choices,
-)
+from megatron.core.fusions import permute
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.autograd_handle import (
     AutogradHandle,
@@ -70,7 +62,7 @@ class Dispatcher:
         self.num_experts, self.k = config.num_moe_experts, config.moe_router_topk
         self.group, self.ep, self.etp = groups.etp_ep, groups.ep, groups.etp
         self.num_local = self.num_experts // groups.ep.size
-        self.moves = choose_row_moves(config.params_dtype, config.moe_fusion)
+        self.moves = permute.choose_row_moves(config.params_dtype, config.moe_fusion)
         self.static_rows = config.moe_static_rows
         self.pad_factor = config.moe_expert_capacity_factor if config.moe_pad_expert_input_to_capacity else None
 
@@ -96,9 +88,9 @@ class Dispatcher:
         """A function that waits for the result of :meth:`combine`; to be called once."""
         raise NotImplementedError
 
-    def _sorted(self, key: Tensor, num_keys: int, capacity: int | None, *, is_complete: bool) -> Permutation:
-        permutation = sort_choices(key, num_keys, is_complete=is_complete)
-        return permutation if capacity is None else pad_to(permutation, key, capacity)
+    def _sorted(self, key: Tensor, num_keys: int, capacity: int | None, *, is_complete: bool) -> permute.Permutation:
+        permutation = permute.sort_choices(key, num_keys, is_complete=is_complete)
+        return permutation if capacity is None else permute.pad_to(permutation, key, capacity)
 
 
 class LocalDispatcher(Dispatcher):
@@ -108,11 +100,12 @@ class LocalDispatcher(Dispatcher):
         permutation = self._sorted(
             routing.experts, self.num_experts, self.capacity(len(tokens)), is_complete=not routing.drops
         )  # fmt: skip
-        rows, weights = gather_rows(tokens, permutation, self.moves), gather_choices(routing.weights, permutation)
+        rows = permute.gather_rows(tokens, permutation, self.moves)
+        weights = permute.gather_choices(routing.weights, permutation)
         return lambda: Dispatched(rows, weights, permutation.ends, permutation)
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        return partial(combine_rows, rows, dispatched.way_back, self.moves)
+        return partial(permute.combine_rows, rows, dispatched.way_back, self.moves)
 
 
 ReadHost = Callable[[], list[Any]]
@@ -156,26 +149,27 @@ class AllGatherDispatcher(Dispatcher):
         return partial(self._arrived, gathering, weighting, permutation, count)
 
     def _arrived(
-        self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: Permutation, count: ReadHost | None
-    ) -> Dispatched:
+        self, gathering: AutogradHandle, weighting: AutogradHandle, permutation: permute.Permutation,
+        count: ReadHost | None,
+    ) -> Dispatched:  # fmt: skip
         if count is not None:
             permutation = permutation.head(*count())
-        rows = gather_rows(gathering.wait(), permutation, self.moves)
-        return Dispatched(rows, gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
+        rows = permute.gather_rows(gathering.wait(), permutation, self.moves)
+        return Dispatched(rows, permute.gather_choices(weighting.wait(), permutation), permutation.ends, permutation)
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
-        return start_reduce_scatter(combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
+        return start_reduce_scatter(permute.combine_rows(rows, dispatched.way_back, self.moves), self.group).wait
 
 
 class _Exchange(NamedTuple):
     """The way of rows between the ranks."""
 
-    sent: Permutation
+    sent: permute.Permutation
     send: list[int]
     """Rows to each of the n ranks."""
     receive: list[int]
     """Rows from each of them."""
-    received: Permutation | None = None
+    received: permute.Permutation | None = None
     """From the order of arrival to that of local experts; None where there is one."""
 
 
@@ -194,7 +188,7 @@ class AllToAllDispatcher(Dispatcher):
         key, capacity = self._keys(routing.experts), self.capacity(len(tokens))
         sent = self._sorted(key, self.group.size * self.num_local, capacity, is_complete=not routing.drops)
         counting = self._begin_counting(sent.ends)
-        rows, weights = gather_rows(tokens, sent, self.moves), gather_choices(routing.weights, sent)
+        rows, weights = permute.gather_rows(tokens, sent, self.moves), permute.gather_choices(routing.weights, sent)
         count_ne, send, receive = counting() if capacity is None else self._fixed_counts(capacity, sent.ends)
         sent = sent.head(sum(send))
         sizes: dict[str, Any] = {"send": send, "receive": receive, "is_even": capacity is not None}
@@ -234,17 +228,18 @@ class AllToAllDispatcher(Dispatcher):
             return Dispatched(rows, weights, count_ne.sum(0).cumsum(0).int(), way)
         expert = torch.arange(self.num_local, device=rows.device).repeat(self.group.size)
         key = torch.repeat_interleave(expert, count_ne.flatten(), output_size=len(rows)).unsqueeze(-1)
-        received = sort_choices(key, self.num_local, is_complete=True)
-        rows, weights = gather_rows(rows, received, self.moves), gather_choices(weights.unsqueeze(-1), received)
+        received = permute.sort_choices(key, self.num_local, is_complete=True)
+        rows = permute.gather_rows(rows, received, self.moves)
+        weights = permute.gather_choices(weights.unsqueeze(-1), received)
         return Dispatched(rows, weights, received.ends, way._replace(received=received))
 
     def start_combine(self, rows: Tensor, dispatched: Dispatched) -> Callable[[], Tensor]:
         way: _Exchange = dispatched.way_back
         if way.received is not None:
-            rows = combine_rows(rows, way.received, self.moves)
+            rows = permute.combine_rows(rows, way.received, self.moves)
         is_even = self.pad_factor is not None
         returning = start_all_to_all(rows, self.group, send=way.receive, receive=way.send, is_even=is_even)
-        return lambda: combine_rows(returning.wait(), way.sent, self.moves)
+        return lambda: permute.combine_rows(returning.wait(), way.sent, self.moves)
 
 
 _KINDS = {"allgather": AllGatherDispatcher, "alltoall": AllToAllDispatcher, "flex": AllToAllDispatcher}

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.fusions.activations import is_gated, weighted_activation_of
+from megatron.core.fusions.activations import weighted_activation_of
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.tensor_parallel.grouped_linear import GROUPED, LOOP, GroupedLinear
 from megatron.core.tensor_parallel.layers import StackedSize
@@ -37,7 +37,7 @@ class SequentialExperts(nn.Module):
         width, hidden = config.moe_ffn_hidden_size, config.hidden_size
         assert width is not None and hidden is not None
         shared: dict[str, Any] = {"config": config, "products": self.products, "groups": groups}
-        fc1_width = StackedSize((2, width), 1) if is_gated(config) else width
+        fc1_width = StackedSize((2, width), 1) if config.gated_linear_unit else width
         self.linear_fc1 = GroupedLinear(hidden, fc1_width, init_method=weight_init(config), **shared)
         self.linear_fc2 = GroupedLinear(
             width, hidden, init_method=output_weight_init(config), splits_input=True, **shared

@@ -12,7 +12,7 @@ from megatron.core.config.moe import expert_tensor_ranks, has_experts
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
 from megatron.core.description.parts import activation_bytes, stream_elements
 from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
-from megatron.core.transformer.mlp_description import describe_mlp, is_gated
+from megatron.core.transformer.mlp_description import describe_mlp
 
 SETTINGS = (
     *MLP_SETTINGS, "num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk",
@@ -57,7 +57,7 @@ def _router(config: Config, place: LayerPlace) -> Piece:
 
 def _experts(config: Config, place: LayerPlace) -> Piece:
     count, top, width = config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size
-    hidden, item, gated = config.hidden_size, activation_bytes(config), is_gated(config)
+    hidden, item, gated = config.hidden_size, activation_bytes(config), config.gated_linear_unit
     split = expert_tensor_ranks(config)
     wide = (2, width) if gated else (width,)
     mesh = {"ep": 0, "etp": 2 if gated else 1}

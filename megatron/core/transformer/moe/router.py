@@ -31,17 +31,8 @@ from megatron.core.statistics import StepStatistics
 from megatron.core.tensor_parallel.linear import LinearTraits, parallel_linear
 from megatron.core.transformer.context import NO_CONTEXT, ForwardContext
 from megatron.core.transformer.initial_values import weight_init
+from megatron.core.transformer.moe import routing
 from megatron.core.transformer.moe.balance import SideLossRule, choice_counts, fractions, side_loss, summarize
-from megatron.core.transformer.moe.routing import (
-    Routing,
-    RoutingRule,
-    expert_capacity,
-    quantile_levels,
-    round_robin,
-    sinkhorn_scores,
-    top_k,
-    within_capacity,
-)
 from megatron.core.transformer.recompute import choose, is_recomputing
 from megatron.core.transformer.side_losses import attach_loss
 
@@ -97,7 +88,7 @@ class TopKRouter(nn.Module):
         assert config.num_moe_experts is not None
         self.config, self.groups, self.layer_number = config, groups, layer_number
         self.num_experts, self.k = config.num_moe_experts, config.moe_router_topk
-        self.rule = RoutingRule(
+        self.rule = routing.RoutingRule(
             self.num_experts, self.k, config.moe_router_score_function, config.moe_router_pre_softmax,
             config.moe_router_num_groups, config.moe_router_group_topk, config.moe_router_topk_scaling_factor,
             sinkhorn="sinkhorn" in config.moe_router_load_balancing_type,
@@ -146,7 +137,7 @@ class TopKRouter(nn.Module):
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
 
-    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> Routing:
+    def forward(self, hidden_states: Tensor, ctx: ForwardContext = NO_CONTEXT) -> routing.Routing:
         """``hidden_states`` [s, b, h]. Statistics and the losses of ``ctx.side_losses`` are those of training alone."""
         logits = self._logits(self._jittered(hidden_states, ctx))
         experts = choose(lambda: self._choose(logits))
@@ -156,7 +147,7 @@ class TopKRouter(nn.Module):
             weights = self._with_side_losses(weights, logits, sums, ctx)
             if not is_recomputing():
                 self._count(logits, sums, kept_experts)
-        return Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
+        return routing.Routing(kept_experts, weights, drops=bool(self.config.moe_expert_capacity_factor))
 
     def _jittered(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         eps = self.config.moe_input_jitter_eps
@@ -190,9 +181,10 @@ class TopKRouter(nn.Module):
         if self.config.moe_router_force_load_balancing:
             cp, whole = self.groups.cp, length * self.sharers.size
             position = zigzag.positions(whole, cp.rank, cp.size, logits.device)
-            return round_robin(position.chunk(self.stream.size)[self.stream.rank], batch, self.num_experts, self.k)
+            own = position.chunk(self.stream.size)[self.stream.rank]
+            return routing.round_robin(own, batch, self.num_experts, self.k)
         if self.rule.sinkhorn and self.training:
-            return top_k(sinkhorn_scores(logits, self.sharers), self.k)
+            return routing.top_k(routing.sinkhorn_scores(logits, self.sharers), self.k)
         return self._choose_by_score(logits, self.expert_bias)
 
     def _choose_in_kernel(self, logits: Tensor, bias: Tensor | None) -> Tensor:
@@ -210,9 +202,9 @@ class TopKRouter(nn.Module):
         factor = self.config.moe_expert_capacity_factor
         if not factor:
             return experts, weights
-        capacity = expert_capacity(len(experts), self.num_experts, self.k, factor)
+        capacity = routing.expert_capacity(len(experts), self.num_experts, self.k, factor)
         by_weight = weights if self.config.moe_token_drop_policy == "probs" else None
-        kept = choose(lambda: within_capacity(experts, by_weight, self.num_experts, capacity))
+        kept = choose(lambda: routing.within_capacity(experts, by_weight, self.num_experts, capacity))
         return experts.where(kept, self.num_experts), weights.where(kept, 0.0)
 
     def _with_side_losses(self, weights: Tensor, logits: Tensor, sums: Summary, ctx: ForwardContext) -> Tensor:
@@ -224,7 +216,7 @@ class TopKRouter(nn.Module):
         if rule.coefficient_of:
             choices_be = sums.choices_be
             if not self._choice_is_plain:
-                choices_be = choice_counts(choose(lambda: top_k(logits.detach(), self.k)), self.num_experts)
+                choices_be = choice_counts(choose(lambda: routing.top_k(logits.detach(), self.k)), self.num_experts)
             if counting and self.counts_choices:
                 self.statistics.add("_choices_per_expert", choices_be.sum(0))
             num_choices = length * self.sharers.size * self.k
@@ -245,7 +237,7 @@ class TopKRouter(nn.Module):
         self.statistics.add("nonfinite_router_logit", sums.nonfinite_b.sum())
         if self.rule.quantiles:
             assert self.expert_bias is not None
-            level_e = quantile_levels(logits, self.expert_bias, self.k, self.sharers).double()
+            level_e = routing.quantile_levels(logits, self.expert_bias, self.k, self.sharers).double()
             # all sharers know it: each adds its part, so that sums do not depend on how many there are
             self.statistics.add("_levels", torch.cat((level_e, level_e.new_ones(1))) / self.sharers.size)
 

@@ -1,11 +1,11 @@
 """Each fused operation equals its formula, forward and backward."""
 
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.fusions.activations import activation_of, gated, quick_gelu, squared_relu, swiglu
 from megatron.core.fusions.rms_norm import rms_norm, rms_norm_reference
 from megatron.core.fusions.rope import apply_rotary, rotary_reference
@@ -56,11 +56,10 @@ def test_rotary_equals_its_reference(interleaved, width):
         torch.testing.assert_close(ours, expected)
 
 
-def choice(**overrides):
-    base = dict.fromkeys(("swiglu", "squared_relu", "relu", "quick_geglu", "geglu", "exact_gelu"), False)
-    base |= dict.fromkeys(("bias_gelu_fusion", "bias_swiglu_fusion", "add_bias_linear"), True)
-    base |= {"activation_func_clamp_value": None, "glu_linear_offset": 0.0, "params_dtype": DOUBLE}
-    return SimpleNamespace(**{**base, **overrides})
+def choice(params_dtype=DOUBLE, **overrides):
+    config = NetworkSizeConfig(**overrides)
+    config.params_dtype = params_dtype
+    return config
 
 
 def test_gelu_is_approximate_exactly_where_bias_and_gelu_are_fused():

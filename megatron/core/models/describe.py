@@ -1,0 +1,39 @@
+"""The model of each training program, described by its settings. Torch-free, unless ``spec`` names layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.description.model import Config, ModelDescription
+from megatron.core.models.bert_description import describe_bert
+from megatron.core.models.common.description import Vocabulary
+from megatron.core.models.gpt_description import describe_gpt
+from megatron.core.models.t5_description import EncoderDecoder, describe_t5
+
+
+def describe_family(config: Config, run: Any, vocab_size: int, *, spec: Any = None) -> ModelDescription:
+    """The model that ``run.model_family`` names (``gpt``, ``bert``, ``t5``), of the settings of ``run``.
+
+    Args:
+        config: of its layers.
+        run: the command line's settings, resolved, or an object with those of the model.
+        vocab_size: the true size; 0: unknown.
+        spec: of GPT's layers; None: those that ``config`` asks for.
+    """
+    vocabulary = Vocabulary(vocab_size, not run.untie_embeddings_and_output_weights, run.make_vocab_size_divisible_by)
+    lengths = {"max_sequence_length": run.max_position_embeddings,
+               "position_embedding_type": run.position_embedding_type}  # fmt: skip
+    if run.model_family == "t5":
+        depth, length = run.decoder_num_layers or run.num_layers, run.decoder_seq_length or run.seq_length
+        sizes = EncoderDecoder(run.seq_length, length, depth, run.relative_attention_num_buckets)
+        return describe_t5(config, vocabulary, sizes, **lengths)
+    lengths["seq_length"] = run.seq_length
+    if run.model_family == "bert":
+        pairs = run.bert_binary_head
+        return describe_bert(
+            config, vocabulary, **lengths, num_tokentypes=2 if pairs else 0, add_binary_head=pairs
+        )  # fmt: skip
+    return describe_gpt(
+        config, vocab_size=vocab_size, share_embeddings_and_output_weights=vocabulary.shared,
+        make_vocab_size_divisible_by=vocabulary.divisible_by, spec=spec, **lengths,
+    )  # fmt: skip
