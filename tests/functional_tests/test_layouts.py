@@ -15,13 +15,8 @@ import dataclasses
 
 import pytest
 
-from tests.test_utils.layout_table import (
-    EXTENDED,
-    EXTENDED_THROUGH_COPY_ENGINES,
-    TABLE,
-    THROUGH_COPY_ENGINES,
-    row,
-)
+from tests.test_utils.layout_suite import EXTENDED, EXTENDED_THROUGH_COPY_ENGINES
+from tests.test_utils.layout_table import TABLE, THROUGH_COPY_ENGINES, row
 from tests.test_utils.layouts import FEW_STEPS, compare_with_reference, configure
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -1,10 +1,9 @@
 """The rows of the matrix: models (flags that change the numbers) and layouts (flags that must not)."""
 
-from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS, IN_THE_SUITE
+from tests.test_utils.expert_table import EXPERT_MODELS, EXPERT_ROWS
 from tests.test_utils.layouts import Layout
 from tests.test_utils.masked_layouts import BERT_MODELS, BERT_ROWS
-from tests.test_utils.masked_layouts import IN_THE_SUITE as MASKED_IN_THE_SUITE
-from tests.test_utils.t5_layouts import T5_IN_THE_SUITE, T5_MODELS, T5_ROWS
+from tests.test_utils.t5_layouts import T5_MODELS, T5_ROWS
 
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
@@ -100,6 +99,10 @@ ZERO = "--use-distributed-optimizer"
 BUCKETS = "--ddp-bucket-size 3000"
 OVERLAP = f"--overlap-grad-reduce {BUCKETS}"
 GATHER = f"{ZERO} {OVERLAP} --overlap-param-gather"
+AND_TP2 = "--tensor-model-parallel-size 2"
+SP2 = f"{AND_TP2} {SP}"
+PP2_OF_1 = "--micro-batch-size 1 --pipeline-model-parallel-size 2"
+MODULES = "--recompute-granularity selective --recompute-modules"
 
 # name: (model, layout, ranks[, precision])
 DATA_PARALLEL = {
@@ -153,7 +156,7 @@ TENSOR_PARALLEL = {
     "tp2-fp32": ("plain", f"{TP2} {SP}", 2, "fp32"),
     "tp2-dp2": ("gpt2", f"{TP2} {OVERLAP}", 4),
     "tp2-sp-dp2": ("gpt2", f"{TP2} {SP} {OVERLAP}", 4),
-    "tp2-sp-dp4": ("sgd", f"--micro-batch-size 1 --tensor-model-parallel-size 2 {SP}", 8),
+    "tp2-sp-dp4": ("sgd", f"--micro-batch-size 1 {SP2}", 8),
 }
 CONTEXT_PARALLEL = {
     "cp2": ("gpt2", CP2, 2),
@@ -162,9 +165,7 @@ CONTEXT_PARALLEL = {
     "cp4": ("llama", CP4, 4),
     "cp4-allgather": ("sgd", f"{CP4} --cp-comm-type allgather", 4),
     "cp4-a2a": ("gpt2", f"{CP4} --cp-comm-type a2a", 4),
-    "cp4-two-levels": (
-        "gpt2", f"{CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4,
-    ),
+    "cp4-two-levels": ("gpt2", f"{CP4} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2", 4),
     "cp4-per-layer": ("layers4", f"{CP4} --cp-comm-type p2p allgather a2a p2p", 4),
     "cp2-packed": ("packed", CP2, 2),
     "cp2-a2a-packed": ("packed", f"{CP2} --cp-comm-type a2a", 2),
@@ -172,10 +173,10 @@ CONTEXT_PARALLEL = {
     "cp2-window": ("window", f"{CP2} --cp-comm-type allgather", 2),
     "cp2-fp32": ("plain", CP2, 2, "fp32"),
     "cp2-dp2": ("gpt2", f"{CP2} {OVERLAP}", 4),
-    "cp2-tp2": ("gpt2", f"{CP2} --tensor-model-parallel-size 2", 4),
-    "cp2-tp2-sp": ("untied", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
-    "cp2-tp2-sp-llama": ("llama", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
-    "cp2-a2a-tp2-sp": ("gpt2", f"{CP2} --tensor-model-parallel-size 2 {SP} --cp-comm-type a2a", 4),
+    "cp2-tp2": ("gpt2", f"{CP2} {AND_TP2}", 4),
+    "cp2-tp2-sp": ("untied", f"{CP2} {SP2}", 4),
+    "cp2-tp2-sp-llama": ("llama", f"{CP2} {SP2}", 4),
+    "cp2-a2a-tp2-sp": ("gpt2", f"{CP2} {SP2} --cp-comm-type a2a", 4),
 }  # fmt: skip
 PIPELINE = {
     "pp2": ("gpt2", PP2, 2),
@@ -189,14 +190,11 @@ PIPELINE = {
     "pp2-vpp-packed": ("packed", f"{PP2} {VPP}", 2),
     "pp2-vpp-untied": ("untied", f"{PP2} {VPP}", 2),
     "pp2-vpp-serial": ("sgd", f"{PP2} {VPP} --no-overlap-p2p-communication", 2),
-    "pp2-vpp-group": (
-        "gpt2", f"--micro-batch-size 1 --pipeline-model-parallel-size 2 {VPP}"
-        " --microbatch-group-size-per-virtual-pipeline-stage 4", 2,
-    ),
+    "pp2-vpp-group": ("gpt2", f"{PP2_OF_1} {VPP} --microbatch-group-size-per-virtual-pipeline-stage 4", 2),
     "pp2-layers-per-stage": ("gpt2", f"{PP2} --num-layers-per-virtual-pipeline-stage 1", 2),
     "pp2-zero-bubble": ("gpt2", f"{PP2} {ZB}", 2),
     "pp4-zero-bubble": ("untied", f"{PP4} {ZB}", 4),
-    "pp2-zero-bubble-h2": ("gpt2", f"--micro-batch-size 1 --pipeline-model-parallel-size 2 {ZB}-h2", 2),
+    "pp2-zero-bubble-h2": ("gpt2", f"{PP2_OF_1} {ZB}-h2", 2),
     "pp4-zero-bubble-h2": ("untied", f"--micro-batch-size 1 --pipeline-model-parallel-size 4 {ZB}-h2", 4),
     "pp2-delayed-weights": ("llama", f"{PP2} --delay-wgrad-compute", 2),
     "pp2-uneven": ("deep", PP2, 2),
@@ -212,35 +210,29 @@ PIPELINE = {
     "pp2-vpp-layout": ("deep", f"{PP2} --pipeline-model-parallel-layout Et|tt|ttt|tL", 2),
     "pp2-fp32": ("plain", PP2, 2, "fp32"),
     "pp2-dp2": ("gpt2", f"{PP2} {OVERLAP}", 4),
-    "pp2-tp2": ("gpt2", f"{PP2} --tensor-model-parallel-size 2", 4),
-    "pp2-tp2-sp": ("untied", f"{PP2} --tensor-model-parallel-size 2 {SP}", 4),
-    "pp2-vpp-tp2-sp": ("gpt2", f"{PP2} {VPP} --tensor-model-parallel-size 2 {SP}", 4),
+    "pp2-tp2": ("gpt2", f"{PP2} {AND_TP2}", 4),
+    "pp2-tp2-sp": ("untied", f"{PP2} {SP2}", 4),
+    "pp2-vpp-tp2-sp": ("gpt2", f"{PP2} {VPP} {SP2}", 4),
     "pp2-cp2": ("gpt2", f"{PP2} --context-parallel-size 2", 4),
-    "pp2-tp2-sp-zero-bubble": ("gpt2", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
-    "pp2-tp2-sp-cp2": ("llama", f"{PP2} --tensor-model-parallel-size 2 {SP} --context-parallel-size 2", 8),
-    "pp2-tp2-sp-dp2": ("gpt2", f"{PP2} {VPP} --tensor-model-parallel-size 2 {SP} {GATHER}", 8),
+    "pp2-tp2-sp-zero-bubble": ("gpt2", f"{PP2} {ZB} {SP2}", 4),
+    "pp2-tp2-sp-cp2": ("llama", f"{PP2} {SP2} --context-parallel-size 2", 8),
+    "pp2-tp2-sp-dp2": ("gpt2", f"{PP2} {VPP} {SP2} {GATHER}", 8),
 }  # fmt: skip
 
 FULL = "--recompute-granularity full --recompute-num-layers"
+UNIFORM = f"{FULL} 1 --recompute-method uniform"
 RECOMPUTE = {
-    "recompute-uniform": ("gpt2", f"--micro-batch-size 2 {FULL} 1 --recompute-method uniform", 1),
+    "recompute-uniform": ("gpt2", f"--micro-batch-size 2 {UNIFORM}", 1),
     "recompute-uniform-2-tp2-sp": ("gpt2", f"{TP2} {SP} {FULL} 2 --recompute-method uniform", 2),
     "recompute-block-tp2": ("untied", f"{TP2} {FULL} 2 --recompute-method block", 2),
-    "recompute-distributed-tp2": (
-        "gpt2", f"{TP2} {FULL} 1 --recompute-method uniform --distribute-saved-activations", 2,
-    ),
+    "recompute-distributed-tp2": ("gpt2", f"{TP2} {UNIFORM} --distribute-saved-activations", 2),
     "recompute-selective-tp2-sp": ("gpt2", f"{TP2} {SP} --recompute-granularity selective", 2),
-    "recompute-modules": (
-        "llama", f"{TP2} {SP} --recompute-granularity selective --recompute-modules core_attn mlp layernorm", 2,
-    ),
-    "recompute-cp2": ("gpt2", f"{CP2} {FULL} 1 --recompute-method uniform", 2),
-    "recompute-pp2-vpp": ("gpt2", f"{PP2} {VPP} {FULL} 1 --recompute-method uniform", 2),
+    "recompute-modules": ("llama", f"{TP2} {SP} {MODULES} core_attn mlp layernorm", 2),
+    "recompute-cp2": ("gpt2", f"{CP2} {UNIFORM}", 2),
+    "recompute-pp2-vpp": ("gpt2", f"{PP2} {VPP} {UNIFORM}", 2),
     "recompute-pp2": ("untied", f"{PP2} {FULL} 1 --recompute-method block", 2),
     "recompute-pp2-zero-bubble": ("untied", f"{PP2} {ZB} {FULL} 1 --recompute-method block", 2),
-    "recompute-mlp-zero-bubble-tp2": (
-        "gpt2", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP} --recompute-granularity selective"
-        " --recompute-modules core_attn mlp layernorm", 4,
-    ),
+    "recompute-mlp-zero-bubble-tp2": ("gpt2", f"{PP2} {ZB} {SP2} {MODULES} core_attn mlp layernorm", 4),
     "recompute-zero2-gather": ("gpt2", f"--micro-batch-size 2 {GATHER} --recompute-activations", 2),
 }  # fmt: skip
 FSDP = "--use-torch-fsdp2"
@@ -253,7 +245,7 @@ FULLY_SHARDED = {
     "fsdp2-tp2": ("gpt2", f"{TP2} {FSDP}", 4),
     "fsdp2-tp2-sp": ("gpt2", f"{TP2} {SP} {FSDP}", 4),
     "fsdp2-cp2": ("gpt2", f"{CP2} {FSDP}", 2),
-    "fsdp2-recompute": ("gpt2", f"--micro-batch-size 2 {FSDP} {FULL} 1 --recompute-method uniform", 2),
+    "fsdp2-recompute": ("gpt2", f"--micro-batch-size 2 {FSDP} {UNIFORM}", 2),
     "fsdp2-fp32": ("plain", f"--micro-batch-size 2 {FSDP}", 2, "fp32"),
 }
 
@@ -276,16 +268,11 @@ CUT_LAYERS = {
     "cut-pp4-three-stages-of-one-layer": ("sgd", f"{PP4} {CUT} Ett|a|f|tL", 4),
     "cut-pp2-vpp": ("gpt2", f"{PP2} {CUT} Ea|fta|fa|fL", 2),
     "cut-pp2-vpp-zero-bubble": ("untied", f"{PP2} {ZB} {CUT} Ea|fa|fa|ftL", 2),
-    "cut-pp2-tp2-sp": ("untied", f"{PP2} --tensor-model-parallel-size 2 {SP} {CUT} Eta|fttL", 4),
-    "cut-pp2-tp2-sp-halves": (
-        "gpt2", f"{PP2} --tensor-model-parallel-size 2 {SP} --tp-comm-overlap {CUT} Eta|fttL", 4,
-    ),
+    "cut-pp2-tp2-sp": ("untied", f"{PP2} {SP2} {CUT} Eta|fttL", 4),
+    "cut-pp2-tp2-sp-halves": ("gpt2", f"{PP2} {SP2} --tp-comm-overlap {CUT} Eta|fttL", 4),
     "cut-pp2-cp2": ("packed", f"{PP2} --context-parallel-size 2 {CUT} Eta|fttL", 4),
     "cut-pp2-zero2-gather": ("gpt2", f"{PP2} {GATHER} {CUT} Eta|fttL", 4),
-    "cut-pp2-recompute-modules": (
-        "gpt2", f"{PP2} {CUT} Eta|fttL --recompute-granularity selective"
-        " --recompute-modules core_attn mlp layernorm", 2,
-    ),
+    "cut-pp2-recompute-modules": ("gpt2", f"{PP2} {CUT} Eta|fttL {MODULES} core_attn mlp layernorm", 2),
     "cut-pp2-recompute-uniform": ("untied", f"{PP2} {CUT} Eta|fttL {FULL} 2 --recompute-method uniform", 2),
     "cut-pp2-recompute-block": ("gpt2", f"{PP2} {ZB} {CUT} Eta|fttL {FULL} 2 --recompute-method block", 2),
     "pp2-whole": ("deep", f"{PP2} --whole-layers-in-pipeline-split", 2),
@@ -295,9 +282,7 @@ SINKS = {
     "sinks-tp2-sp": ("gpt-oss", f"{TP2} {SP}", 2),
     "sinks-cp2": ("gpt-oss", f"{CP2} --cp-comm-type allgather", 2),
     "sinks-cp2-a2a": ("gpt-oss", f"{CP2} --cp-comm-type a2a", 2),
-    "sinks-pp2-vpp-recompute": (
-        "gpt-oss", f"{PP2} {VPP} --recompute-granularity selective --recompute-modules core_attn", 2,
-    ),
+    "sinks-pp2-vpp-recompute": ("gpt-oss", f"{PP2} {VPP} {MODULES} core_attn", 2),
     "sinks-zero2-cp2": ("gpt-oss", f"{CP2} {GATHER}", 4),
     "off-by-one-cp2-packed": ("off-by-one", CP2, 2),
 }  # fmt: skip
@@ -313,24 +298,20 @@ MTP = {
     "mtp-pp2-zero-bubble-dp2": ("mtp", f"{PP2} {ZB} {OVERLAP}", 4),
     "mtp-pp2-vpp-zero2-gather": ("mtp", f"{PP2} {VPP} {GATHER}", 4),
     "mtp-pp4-layout": ("mtp", f"{PP4} {CUT} Et|tt|t|mmL", 4),
-    "mtp-pp2-tp2-sp-cp2": ("mtp", f"{PP2} --tensor-model-parallel-size 2 {SP} --context-parallel-size 2", 8),
-    "mtp-recompute-tp2-sp": ("mtp", f"{TP2} {SP} {FULL} 1 --recompute-method uniform", 2),
+    "mtp-pp2-tp2-sp-cp2": ("mtp", f"{PP2} {SP2} --context-parallel-size 2", 8),
+    "mtp-recompute-tp2-sp": ("mtp", f"{TP2} {SP} {UNIFORM}", 2),
     "mtp-fsdp2": ("mtp", f"--micro-batch-size 2 {FSDP}", 2),
     "mtp-chunks-pp2": ("mtp", f"{PP2} {CHUNKS}", 2),
     "mtp-repeated-pp2-zero-bubble-dp2": ("mtp-repeated", f"{PP2} {ZB} {OVERLAP}", 4),
-    "mtp-repeated-recompute-zero2-tp2-sp": (
-        "mtp-repeated", f"{TP2} {SP} {GATHER} {FULL} 1 --recompute-method uniform", 4,
-    ),
+    "mtp-repeated-recompute-zero2-tp2-sp": ("mtp-repeated", f"{TP2} {SP} {GATHER} {UNIFORM}", 4),
     "mtp-repeated-fsdp2": ("mtp-repeated", f"--micro-batch-size 2 {FSDP}", 2),
 }
 MORE_MODELS = {
     "yarn-tp2-sp": ("yarn", f"{TP2} {SP}", 2),
     "yarn-cp2": ("yarn", CP2, 2),
     "yarn-pp2": ("yarn", PP2, 2),
-    "partly-rotated-tp2-sp-cp2": ("partly-rotated", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
-    "llama-3-scaling-tp2-sp-pp2": (
-        "llama-3-scaling", f"{PP2} --tensor-model-parallel-size 2 {SP}", 4,
-    ),
+    "partly-rotated-tp2-sp-cp2": ("partly-rotated", f"{CP2} {SP2}", 4),
+    "llama-3-scaling-tp2-sp-pp2": ("llama-3-scaling", f"{PP2} {SP2}", 4),
     "llama-3-scaling-cp2-zero1": ("llama-3-scaling", f"{CP2} {ZERO} --cp-comm-type a2a", 2),
     "bf16-tp2-sp": ("bf16", f"{TP2} {SP}", 2, "bf16"),
     "bf16-cp2-zero2": ("bf16", f"{CP2} {GATHER}", 4, "bf16"),
@@ -341,19 +322,14 @@ MORE_MODELS = {
 FAMILIES = {
     "gemma-2-tp2-sp": ("gemma-2", f"{TP2} {SP}", 2),
     "gemma-2-cp2-chunks": ("gemma-2", f"{CP2} {CHUNKS}", 2),
-    "gemma-2-pp2-cut-recompute": (
-        "gemma-2", f"{PP2} {CUT} Eta|fttL --recompute-granularity selective"
-        " --recompute-modules core_attn mlp layernorm", 2,
-    ),
-    "gemma-2-pp2-tp2-sp-zero-bubble": ("gemma-2", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
+    "gemma-2-pp2-cut-recompute": ("gemma-2", f"{PP2} {CUT} Eta|fttL {MODULES} core_attn mlp layernorm", 2),
+    "gemma-2-pp2-tp2-sp-zero-bubble": ("gemma-2", f"{PP2} {ZB} {SP2}", 4),
     "gemma-3-tp2-sp-halves": ("gemma-3", f"{TP2} {SP} --micro-batch-size 2 --tp-comm-overlap", 2),
     "gemma-3-cp2-pp2": ("gemma-3", f"{PP2} --context-parallel-size 2", 4),
     "olmo-2-tp2-sp": ("olmo-2", f"{TP2} {SP}", 2),
-    "olmo-2-cp2-tp2-zero": ("olmo-2", f"{CP2} --tensor-model-parallel-size 2 {GATHER}", 4),
-    "olmo-2-fsdp2-recompute": ("olmo-2", f"--micro-batch-size 2 {FSDP} {FULL} 1 --recompute-method uniform", 2),
-    "gpt-neox-tp2-sp-pp2-halves": (
-        "gpt-neox", f"{TP2} {SP} {PP2} --micro-batch-size 2 --tp-comm-overlap", 4,
-    ),
+    "olmo-2-cp2-tp2-zero": ("olmo-2", f"{CP2} {AND_TP2} {GATHER}", 4),
+    "olmo-2-fsdp2-recompute": ("olmo-2", f"--micro-batch-size 2 {FSDP} {UNIFORM}", 2),
+    "gpt-neox-tp2-sp-pp2-halves": ("gpt-neox", f"{TP2} {SP} {PP2} --micro-batch-size 2 --tp-comm-overlap", 4),
     "gpt-neox-cp2-recompute": ("gpt-neox", f"{CP2} {FULL} 1 --recompute-method block", 2),
 }  # fmt: skip
 
@@ -368,23 +344,18 @@ LATENTS = {
     "mla-cp2-allgather": ("mla", f"{CP2} --cp-comm-type allgather", 2),
     "mla-cp2-a2a-packed": ("mla-packed", f"{CP2} --cp-comm-type a2a", 2),
     "mla-cp2-sinks": ("mla-sinks", CP2, 2),
-    "mla-cp2-tp2-sp": ("mla-fused", f"{CP2} --tensor-model-parallel-size 2 {SP}", 4),
+    "mla-cp2-tp2-sp": ("mla-fused", f"{CP2} {SP2}", 4),
     "mla-ep2-halves": (
         "mla-experts", "--micro-batch-size 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
         " --overlap-moe-expert-parallel-comm", 2,
     ),
     "mla-pp2": ("mla", PP2, 2),
-    "mla-pp2-tp2-sp-zero-bubble": ("mla", f"{PP2} {ZB} --tensor-model-parallel-size 2 {SP}", 4),
+    "mla-pp2-tp2-sp-zero-bubble": ("mla", f"{PP2} {ZB} {SP2}", 4),
     "mla-zero2-gather": ("mla", f"--micro-batch-size 2 {GATHER}", 2),
     "mla-zero2-tp2": ("mla-dropout", f"{TP2} {GATHER}", 4),
     "mla-fsdp2": ("mla", f"--micro-batch-size 2 {FSDP}", 2),
-    "mla-recompute-tp2-sp": (
-        "mla", f"{TP2} {SP} --recompute-granularity selective"
-        " --recompute-modules core_attn mla_up_proj layernorm mlp_act", 2,
-    ),
-    "mla-recompute-up-pp2-zero-bubble": (
-        "mla-fused", f"{PP2} {ZB} --recompute-granularity selective --recompute-modules mla_up_proj", 2,
-    ),
+    "mla-recompute-tp2-sp": ("mla", f"{TP2} {SP} {MODULES} core_attn mla_up_proj layernorm mlp_act", 2),
+    "mla-recompute-up-pp2-zero-bubble": ("mla-fused", f"{PP2} {ZB} {MODULES} mla_up_proj", 2),
 }  # fmt: skip
 
 TABLE = {
@@ -413,41 +384,3 @@ THROUGH_COPY_ENGINES = [
                 "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared", "ep2-padded")
 ]  # fmt: skip
 """What they carry: collectives of sequence parallelism, tokens on their way to experts, messages between stages."""
-
-_LATER = set(EXPERT_ROWS) - IN_THE_SUITE | set(BERT_ROWS) - MASKED_IN_THE_SUITE | set(T5_ROWS) - T5_IN_THE_SUITE
-EXTENDED = _LATER | {
-    "dp4-sgd", "dp2-llama", "dp2-packed", "dp8", "zero2-overlap", "zero4-gather", "zero4-sgd", "zero2-tp2",
-    "zero2-cp2", "zero1-cp2", "zero2-pp2", "zero2-pp2-vpp-gather", "tp4", "tp2-sgd", "tp2-sp-halves", "tp2-llama",
-    "tp2-sp-llama", "tp4-groups-below-ranks", "tp2-sp-packed", "tp2-window", "tp2-dp2", "tp2-sp-dp2", "tp2-sp-dp4",
-    "cp2-allgather", "cp2-a2a", "cp4", "cp4-allgather", "cp4-a2a", "cp2-packed", "cp2-a2a-packed", "cp2-mqa",
-    "cp2-dp2", "cp2-tp2", "cp2-tp2-sp-llama", "pp4", "pp4-untied", "pp4-sgd", "pp2-llama", "pp2-packed", "pp2-vpp",
-    "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp4-uneven", "pp2-vpp-layout",
-    "pp2-dp2", "pp2-tp2", "pp2-tp2-sp", "pp2-vpp-tp2-sp", "pp2-cp2", "pp2-tp2-sp-zero-bubble", "recompute-uniform",
-    "recompute-selective-tp2-sp", "recompute-pp2-zero-bubble", "fsdp2", "fsdp4-sgd", "fsdp2-llama", "fsdp2-tp2",
-    "cut-pp2", "cut-pp2-untied", "cut-pp2-llama", "cut-pp4", "cut-pp4-zero-bubble",
-    "cut-pp4-three-stages-of-one-layer", "cut-pp2-vpp", "cut-pp2-tp2-sp", "sinks-zero2-cp2", "sinks-pp2-vpp-recompute",
-    "mtp-tp2", "mtp-cp2", "mtp-pp2", "mtp-pp2-untied", "mtp-pp2-packed-zero-bubble", "mtp-pp4-layout",
-    "mtp-pp2-tp2-sp-cp2", "mtp-recompute-tp2-sp", "mtp-chunks-pp2", "mtp-dp2-zero2", "mtp-pp2-vpp-zero2-gather",
-    "mtp-repeated-fsdp2",
-    "sinks-cp2-a2a", "off-by-one-cp2-packed", "mla-tp2-sp", "mla-cp2", "mla-zero2-tp2", "mla-recompute-tp2-sp",
-    "mla-tp2", "mla-tp2-sp-dropout", "mla-cp2-dropout", "mla-cp2-allgather", "mla-pp2", "mla-zero2-gather", "mla-fsdp2",
-    "mla-cp2-tp2-sp", "gemma-2-pp2-tp2-sp-zero-bubble", "gemma-3-cp2-pp2", "olmo-2-cp2-tp2-zero",
-    "olmo-2-fsdp2-recompute", "gpt-neox-cp2-recompute",
-}  # fmt: skip
-"""Rows that only ``tests/torture/layouts.py`` runs. 121 bugs were planted (``layout_faults.py``, and changed lines that
-at most 60 percent of the rows execute); the rows that stay find every one that any row finds. They also execute every
-line that the table executes, and combine any two flags that one row combines."""
-
-_OF_EXPERTS = set(EXPERT_ROWS) & set(THROUGH_COPY_ENGINES) - {
-    "pp2-vpp-ep2", "tp2-sp-etp1-ep2", "ep4-static-overlapped-shared",
-}  # fmt: skip
-_OF_ENCODERS = (set(BERT_ROWS) | set(T5_ROWS) - {"t5-pp2-zero-bubble"}) & set(THROUGH_COPY_ENGINES)
-EXTENDED_THROUGH_COPY_ENGINES = _OF_ENCODERS | _OF_EXPERTS | {
-    "zero2-pp2-vpp-gather", "tp2-sp", "tp2-sp-halves", "tp2-sp-packed", "tp2-sp-dp2", "pp4-untied", "pp2-vpp",
-    "pp2-vpp-untied", "pp2-zero-bubble", "pp4-zero-bubble", "pp4-zero-bubble-h2", "pp2-vpp-tp2-sp",
-    "pp2-tp2-sp-zero-bubble", "pp2-tp2-sp-dp2", "recompute-modules", "recompute-pp2-zero-bubble",
-    "cut-pp4-zero-bubble", "cut-pp2-vpp-zero-bubble", "mla-pp2-tp2-sp-zero-bubble", "mla-recompute-up-pp2-zero-bubble",
-    "mtp-pp2-packed-zero-bubble", "mtp-pp2-vpp-zero2-gather", "sinks-pp2-vpp-recompute",
-    "gemma-2-pp2-tp2-sp-zero-bubble", "gpt-neox-tp2-sp-pp2-halves",
-}  # fmt: skip
-"""The same of the rows through copy engines."""
