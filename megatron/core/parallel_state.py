@@ -19,17 +19,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.core.config.notices import notice
+from megatron.core.groups import process_groups
 from megatron.core.groups.copy_engines.choice import engines_of
 from megatron.core.groups.nccl_options import DEFAULTS as NCCL_DEFAULTS
 from megatron.core.groups.nccl_options import group_options, read_nccl_settings
-from megatron.core.groups.process_groups import (
-    DEFAULT_ORDER,
-    SINGLE_PROCESS,
-    Group,
-    ProcessGroups,
-    RankGrid,
-    build_process_groups,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +35,8 @@ _AXES_WITH_ENGINES = ("tp", "pp", "etp_ep")
 
 @dataclass(frozen=True)
 class _State:
-    grid: RankGrid
-    groups: ProcessGroups
+    grid: process_groups.RankGrid
+    groups: process_groups.ProcessGroups
     virtual_pipeline_size: int | None
     alone: Any
     """Handle of a group of this rank only: to torch.distributed, no handle means the world."""
@@ -62,7 +55,7 @@ def initialize_model_parallel(
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int | None = None,
-    order: str = DEFAULT_ORDER,
+    order: str = process_groups.DEFAULT_ORDER,
     distributed_timeout_minutes: float = 30,
     num_distributed_optimizer_instances: int = 1,
     hierarchical_context_parallel_sizes: Sequence[int] | None = None,
@@ -70,7 +63,7 @@ def initialize_model_parallel(
     copy_engines: bool = True,
     group_of_one: bool = True,
     **without_effect: Any,
-) -> ProcessGroups:
+) -> process_groups.ProcessGroups:
     """Build the process groups of every axis and keep them for the getters of this module.
 
     Sizes must fit the world: its data-parallel size is world / (tensor * pipeline * context); ValueError otherwise,
@@ -87,7 +80,7 @@ def initialize_model_parallel(
         raise RuntimeError("model parallelism is already initialised; call destroy_model_parallel() first")
     timeout = timedelta(minutes=distributed_timeout_minutes)
     world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    grid = RankGrid.from_world(
+    grid = process_groups.RankGrid.from_world(
         world_size,
         tp=tensor_model_parallel_size,
         cp=context_parallel_size,
@@ -100,7 +93,7 @@ def initialize_model_parallel(
     )
     settings = NCCL_DEFAULTS
     if nccl_communicator_config_path is not None:
-        axes = [each.name for each in fields(ProcessGroups)]
+        axes = [each.name for each in fields(process_groups.ProcessGroups)]
         settings = settings | read_nccl_settings(nccl_communicator_config_path, axes)
     _start_distributed(timeout)
     if group_of_one:
@@ -110,7 +103,9 @@ def initialize_model_parallel(
     def new_group(name: str, rank_lists: list[list[int]]) -> tuple[Any, Any]:
         return _new_subgroups(name, rank_lists, timeout, settings.get(name, {}))
 
-    groups = build_process_groups(grid, rank, new_group) if world_size > 1 else SINGLE_PROCESS
+    groups = process_groups.SINGLE_PROCESS
+    if world_size > 1:
+        groups = process_groups.build_process_groups(grid, rank, new_group)
     if groups.pp.size > 1 and dist.get_backend() == "nccl":
         _open_lanes(groups, wrap=virtual_pipeline_model_parallel_size is not None)
     if copy_engines and world_size > 1:
@@ -180,7 +175,7 @@ def _new_subgroups(
     return handle, host_handle
 
 
-def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
+def _open_lanes(groups: process_groups.ProcessGroups, wrap: bool) -> None:
     """One message over every edge of the pipeline, edge by edge: NCCL connects two ranks when they first talk, and
     holds up the host of the one until the other comes. In the middle of a schedule that could be a circle."""
     ranks, me = groups.pp.ranks, dist.get_rank()
@@ -196,11 +191,11 @@ def _open_lanes(groups: ProcessGroups, wrap: bool) -> None:
                 dist.recv(message, source, group=lane.handle)
 
 
-def _with_engines(groups: ProcessGroups) -> ProcessGroups:
+def _with_engines(groups: process_groups.ProcessGroups) -> process_groups.ProcessGroups:
     """The same with copy engines where they work."""
-    changed: dict[str, Group] = {}
+    changed: dict[str, process_groups.Group] = {}
     for name in _AXES_WITH_ENGINES:
-        group: Group = getattr(groups, name)
+        group: process_groups.Group = getattr(groups, name)
         if group.size > 1:
             changed[name] = replace(group, engines=engines_of(name, group.handle, group.ranks, group.rank))
     return replace(groups, **changed)
@@ -225,17 +220,17 @@ def _current() -> _State:
     return _state
 
 
-def get_process_groups() -> ProcessGroups:
+def get_process_groups() -> process_groups.ProcessGroups:
     """The groups of this process; those of a single process where nothing was initialised."""
-    return SINGLE_PROCESS if _state is None else _state.groups
+    return process_groups.SINGLE_PROCESS if _state is None else _state.groups
 
 
-def get_rank_grid() -> RankGrid:
+def get_rank_grid() -> process_groups.RankGrid:
     """Sizes of every axis; a grid of one rank where nothing was initialised."""
-    return RankGrid() if _state is None else _state.grid
+    return process_groups.RankGrid() if _state is None else _state.grid
 
 
-def _handle(group: Group) -> Any:
+def _handle(group: process_groups.Group) -> Any:
     """The handle that torch.distributed takes."""
     return _current().alone if group.size == 1 else group.handle
 
@@ -243,7 +238,7 @@ def _handle(group: Group) -> Any:
 def _getters(axis: str) -> tuple[Callable[[], Any], Callable[[], int], Callable[[], int]]:
     """(group, its size, this rank's place in it) of an axis."""
 
-    def group() -> Group:
+    def group() -> process_groups.Group:
         return getattr(_current().groups, axis)
 
     return lambda: _handle(group()), lambda: group().size, lambda: group().rank
@@ -316,7 +311,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     return _data_parallel(with_context_parallel).ranks[0]
 
 
-def _data_parallel(with_context_parallel: bool) -> Group:
+def _data_parallel(with_context_parallel: bool) -> process_groups.Group:
     groups = _current().groups
     return groups.dp_cp if with_context_parallel else groups.dp
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 from megatron.core.config.errors import UserError
 from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
@@ -9,6 +12,14 @@ from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backw
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, zero_bubble_h2
 
 
+def schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
+    """The training schedule that settings ask for."""
+    name = config.pipeline_schedule or ("zero-bubble" if config.delay_wgrad_compute else None)
+    group_size = config.microbatch_group_size_per_virtual_pipeline_stage
+    return choose_schedule(name, num_ranks, num_chunks, num_microbatches, group_size)
+
+
+@lru_cache(maxsize=64)
 def choose_schedule(
     name: str | None, num_ranks: int, num_chunks: int, num_microbatches: int, group_size: int | None = None
 ) -> Schedule:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,8 +23,7 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.config.model_parallel_config import ModelParallelConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, ProcessGroups
-from megatron.core.pipeline_parallel.actions import Schedule
-from megatron.core.pipeline_parallel.choose import choose_schedule
+from megatron.core.pipeline_parallel.choose import schedule_of
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.results import MicroBatchResult
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks, unwrapped
@@ -94,7 +92,7 @@ def forward_backward_pipelining(
     if options.get("collect_non_loss_data") or forward_only:
         schedule = forward_only_schedule(groups.pp.size, num_microbatches, len(chunks))
     else:
-        schedule = _schedule_of(config, groups.pp.size, len(chunks), num_microbatches)
+        schedule = schedule_of(config, groups.pp.size, len(chunks), num_microbatches)
     work = Work(
         forward_step_func, chunks, iterators_of_chunks(data_iterator, len(chunks)), options.get("loss_transform"),
         options.get("collect_non_loss_data", False),
@@ -123,15 +121,6 @@ def _run(run: PipelineRun) -> list[MicroBatchResult]:
 
 def _chunks(model: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
     return model if isinstance(model, list | tuple) else [model]  # type: ignore[list-item]
-
-
-def _schedule_of(config: Any, num_ranks: int, num_chunks: int, num_microbatches: int) -> Schedule:
-    name = config.pipeline_schedule or ("zero-bubble" if config.delay_wgrad_compute else None)
-    group_size = config.microbatch_group_size_per_virtual_pipeline_stage
-    return _cached(name, num_ranks, num_chunks, num_microbatches, group_size)
-
-
-_cached = lru_cache(maxsize=64)(choose_schedule)
 
 
 def message_shape(

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from megatron.core.description.model import ModelDescription, Piece
+from megatron.core.pipeline_parallel import choose
 from megatron.core.pipeline_parallel.actions import Action, Schedule
-from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.simulate import CostFunction, Timeline, peak_activations, simulate
 from megatron.core.pipeline_parallel.stages import StageContents, pipeline_stages, virtual_pipeline_size
 from megatron.training.config.pretrain_config import PretrainConfig
@@ -38,11 +38,7 @@ def pieces_of(model: ModelDescription, stage: StageContents) -> list[Piece]:
 
 def schedule_of(cfg: PretrainConfig, num_microbatches: int) -> Schedule:
     """The schedule that trains ``num_microbatches`` micro-batches."""
-    name = cfg.pipeline_schedule or ("zero-bubble" if cfg.delay_wgrad_compute else None)
-    return choose_schedule(
-        name, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches,
-        cfg.microbatch_group_size_per_virtual_pipeline_stage,
-    )  # fmt: skip
+    return choose.schedule_of(cfg, cfg.pipeline_model_parallel_size, virtual_pipeline_size(cfg), num_microbatches)
 
 
 def costs_of(cfg: PretrainConfig, schedule: Schedule, vocab_size: int | None) -> CostFunction:

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm.names import (
-    VOCABULARY,
-    Place,
-    find_place,
-    is_no_weight,
-    layers_of,
-    our_shape,
-    settings_of,
-)
+from megatron.core.export.megatron_lm import names as table
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
@@ -39,8 +31,8 @@ def build_interchange(
     args = state.get("args")
     if not isinstance(args, Record) or not args.attributes:
         raise CheckpointError(f"{where}: lacks the arguments of its run (args), which say what its weights mean")
-    settings = settings_of(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
-    padded = next((t.shape[0] for name, t in weights.items() if find_place(name).name == VOCABULARY[0]), 0)
+    settings = table.settings_of(args.attributes, {name: tensor.shape for name, tensor in weights.items()})
+    padded = next((t.shape[0] for name, t in weights.items() if table.find_place(name).name == table.VOCABULARY[0]), 0)
     notes = ["random states of its run do not come over: dropout masks differ from those that it would have drawn"]
     if padded_vocabulary:
         settings["vocab_size"] = padded
@@ -65,11 +57,11 @@ def our_tensors(
 ) -> dict[str, LazyTensor]:
     """``named`` in our shapes, under ``prefix`` and our names."""
     tensors: dict[str, LazyTensor] = {}
-    experts: dict[str, dict[int, tuple[Place, LazyTensor]]] = {}
+    experts: dict[str, dict[int, tuple[table.Place, LazyTensor]]] = {}
     for name, tensor in named.items():
-        if is_no_weight(name) or (tied and name.endswith("output_layer.weight")):
+        if table.is_no_weight(name) or (tied and name.endswith("output_layer.weight")):
             continue
-        place = find_place(name)
+        place = table.find_place(name)
         if place.expert is not None:
             experts.setdefault(place.name, {})[place.expert] = (place, tensor)
             continue
@@ -88,15 +80,15 @@ def _stack(pieces: list[LazyTensor]) -> Tensor:
     return torch.stack([piece.read() for piece in pieces])
 
 
-def _shaped(place: Place, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
+def _shaped(place: table.Place, tensor: LazyTensor, settings: Mapping[str, Any], where: str) -> LazyTensor:
     try:
-        shape = our_shape(place, tensor.shape, settings)
+        shape = table.our_shape(place, tensor.shape, settings)
     except (CheckpointError, IndexError, KeyError) as error:
         raise CheckpointError(f"{where}: {place.name} of shape {list(tensor.shape)}: {error}") from None
 
     def read() -> Tensor:
         whole = tensor.read()
-        return (whole[: shape[0]] if place.name in VOCABULARY else whole).reshape(shape)
+        return (whole[: shape[0]] if place.name in table.VOCABULARY else whole).reshape(shape)
 
     return LazyTensor(shape, tensor.dtype, read)
 
@@ -106,7 +98,7 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
     weights = {name[len("model.") :]: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     family = settings["model_family"]
     for stack in {"gpt": ("decoder",), "bert": ("encoder",), "t5": ("encoder", "decoder")}[family]:
-        layers = layers_of(weights, stack)
+        layers = table.layers_of(weights, stack)
         count = settings.get("decoder_num_layers" if (family, stack) == ("t5", "decoder") else "num_layers")
         if layers != list(range(count if isinstance(count, int) else len(layers))):
             raise CheckpointError(f"{where}: holds layers {layers}, its arguments say {count}")

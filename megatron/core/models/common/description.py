@@ -9,22 +9,14 @@ from functools import partial
 from typing import Any
 
 from megatron.core.attention.description import describe_attention
+from megatron.core.description import parts
 from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece, Saved
-from megatron.core.description.parts import (
-    RESIDUAL_SETTINGS,
-    activation_bytes,
-    gemm,
-    norm,
-    one_piece,
-    residual_branch,
-    stream_elements,
-)
 from megatron.core.transformer.mlp_description import describe_mlp
 
 SETTINGS = (
     "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
     "use_parallel_residual", "apply_embedding_scaling", "final_logit_softcapping",
-    *RESIDUAL_SETTINGS,
+    *parts.RESIDUAL_SETTINGS,
 )  # fmt: skip
 """Settings that the weights around its layers depend on."""
 
@@ -56,10 +48,10 @@ def layer_descriptions(spec: Any, num_layers: int, built_in: LayerDescription) -
 def attention_and_feed_forward(config: Config, attention: Piece, feed_forward: Piece) -> tuple[Piece, ...]:
     """The branches of a layer, or their sum where they are parallel."""
     branches = (
-        residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
-        residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm"),
+        parts.residual_branch(attention, config, name="self_attention", norm_name="input_layernorm"),
+        parts.residual_branch(feed_forward, config, name="mlp", norm_name="pre_mlp_layernorm"),
     )
-    return (one_piece(branches),) if config.use_parallel_residual else branches
+    return (parts.one_piece(branches),) if config.use_parallel_residual else branches
 
 
 def encoder_layer(config: Config, place: LayerPlace) -> tuple[Piece, ...]:
@@ -83,9 +75,9 @@ def describe_embedding(config: Config, word: Param, positions: int, settings: tu
     params = [word]
     if positions:
         params.append(Param("embedding.position_embeddings.weight", (positions, config.hidden_size)))
-    elements = stream_elements(config)
+    elements = parts.stream_elements(config)
     # a row is read, written and read again as a gradient, and added to a gradient of four bytes
-    traffic = (3.0 * activation_bytes(config) + 2 * 4) * elements
+    traffic = (3.0 * parts.activation_bytes(config) + 2 * 4) * elements
     saved = (Saved("dropout mask", elements),) if config.hidden_dropout else ()
     look_up = Op("embedding", "embedding", traffic=traffic, saved=saved)
     return Piece("embedding", tuple(params), (look_up,), settings=settings)
@@ -93,13 +85,13 @@ def describe_embedding(config: Config, word: Param, positions: int, settings: tu
 
 def describe_head(config: Config, output: Param, seq_length: int, final_norm: str = "decoder.final_layernorm") -> Piece:
     """Final norm, output layer, loss. Logits that exist a chunk at a time are computed again, not kept."""
-    elements, item, tp = stream_elements(config), activation_bytes(config), config.tensor_model_parallel_size
+    elements, item = parts.stream_elements(config), parts.activation_bytes(config)
     assert output.stored is not None
-    stored, hidden = output.stored[0] // tp, config.hidden_size
+    stored, hidden = output.stored[0] // config.tensor_model_parallel_size, config.hidden_size
     final = Op("norm", "final_layernorm", traffic=8.0 * item * elements, saved=(Saved("stream", 2 * elements * item),))
-    output_gemm = gemm(output, config, seq_length)
+    output_gemm = parts.gemm(output, config, seq_length)
     copies = 2 if config.final_logit_softcapping else 1
     logits = (Saved("logits", copies * stored * item),) if config.cross_entropy_chunk_tokens is None else ()
     loss = Op("cross entropy", "cross entropy", traffic=3.0 * item * stored, saved=logits)
-    norms = [*norm(final_norm, hidden, config)]
+    norms = [*parts.norm(final_norm, hidden, config)]
     return Piece("output layer", (*norms, output), (final, output_gemm, loss))

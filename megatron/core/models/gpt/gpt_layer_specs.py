@@ -9,11 +9,7 @@ from megatron.core.config.moe import has_experts
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.models.backends import get_backend
 from megatron.core.models.common.layer_specs import layer_spec
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
-)
+from megatron.core.transformer import multi_token_prediction as prediction
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
@@ -63,7 +59,7 @@ def get_gpt_mtp_block_spec(
     spec: ModuleSpec | TransformerBlockSubmodules,
     use_transformer_engine: bool = False,
     **accepted: object,
-) -> MultiTokenPredictionBlockSubmodules | None:
+) -> prediction.MultiTokenPredictionBlockSubmodules | None:
     """Depths that predict further tokens, each with a layer like the last one of ``spec``; None without any. For all
     pipeline stages alike: the model knows which of them has those."""
     _accept({*accepted} - {"vp_stage"})
@@ -71,7 +67,6 @@ def get_gpt_mtp_block_spec(
         return None
     norm = get_backend("transformer_engine" if use_transformer_engine else "local").norm
     last = spec if isinstance(spec, ModuleSpec) else spec.layer_specs[-1]
-    depth = ModuleSpec(
-        MultiTokenPredictionLayer, submodules=MultiTokenPredictionLayerSubmodules(last, norm, norm, norm)
-    )
-    return MultiTokenPredictionBlockSubmodules([depth] * config.mtp_num_layers)
+    slots = prediction.MultiTokenPredictionLayerSubmodules(last, norm, norm, norm)
+    depth = ModuleSpec(prediction.MultiTokenPredictionLayer, submodules=slots)
+    return prediction.MultiTokenPredictionBlockSubmodules([depth] * config.mtp_num_layers)

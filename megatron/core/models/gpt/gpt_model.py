@@ -20,11 +20,7 @@ from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.models.common.language_module import LanguageModule, PositionEmbeddingType, Positions, Vocabulary
 from megatron.core.models.gpt_description import describe_gpt
 from megatron.core.statistics import modules_with_statistics
-from megatron.core.transformer.multi_token_prediction import (
-    MultiTokenPredictionBlock,
-    MultiTokenPredictionBlockSubmodules,
-    shifted_tokens,
-)
+from megatron.core.transformer import multi_token_prediction as prediction
 from megatron.core.transformer.side_losses import SideLosses
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
@@ -59,7 +55,7 @@ class GPTModel(LanguageModule):
         rope_scaling: bool = False,
         rope_scaling_factor: float = 8.0,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: MultiTokenPredictionBlockSubmodules | None = None,
+        mtp_block_spec: prediction.MultiTokenPredictionBlockSubmodules | None = None,
         *,
         make_vocab_size_divisible_by: int = 128,
         seed: int | None = None,
@@ -102,7 +98,7 @@ class GPTModel(LanguageModule):
             if post_process:
                 self.output_layer = self.build_output_layer()
                 if mtp_block_spec is not None:
-                    self.mtp = MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)
+                    self.mtp = prediction.MultiTokenPredictionBlock(config, mtp_block_spec, groups=self.groups)
         self._has_side_losses = any(modules_with_statistics([self]))
 
     def set_loss_scale(self, scale: Tensor | None) -> None:
@@ -177,7 +173,7 @@ class GPTModel(LanguageModule):
             return hidden_states
         if self.mtp is None or labels is None or side_losses is None:
             return self.outputs(hidden_states, labels)
-        tokens = shifted_tokens(
+        tokens = prediction.shifted_tokens(
             (input_ids, position_ids, labels), loss_mask, self.mtp.num_depths, self.groups.cp, packed_seq_params
         )
         embeddings = [self.embedding(each.input_ids, each.position_ids, context.dropout) for each in tokens]
