@@ -1,6 +1,7 @@
 """BERT as a library: what its description says is what is built, padding is inert, and its heads."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
 from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common.description import Vocabulary
+from megatron.core.models.gpt import GPTModel
 from megatron.training.data.batch import laid_end_to_end
 
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -174,6 +176,8 @@ def test_one_layer_spec_serves_all_layers():
     logits, binary = model.eval()(one)
     assert binary is None and len(model.encoder.layers) == 2 and logits.shape == (1, 16, 128)
     assert not torch.equal(logits[0, 0], model(other)[0][0, 0])  # sees the last token
+    gpt, bert = (inspect.signature(each).parameters for each in (GPTModel, BertModel))
+    assert all(bert[name].default == gpt[name].default for name in gpt.keys() & bert.keys())
 
 
 def test_a_stage_holds_its_own_branches_of_the_whole():

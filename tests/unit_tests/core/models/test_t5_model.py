@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.models.bert import BertModel
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.common.relative_positions import buckets, position_bias
 from megatron.core.models.gpt import GPTModel
@@ -104,7 +103,7 @@ def test_weights_losses_and_gradients_are_the_references(kind, training):
         torch.testing.assert_close(named[name].grad[: len(leaf)], leaf.grad, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("number, longest", [(32, 128), (4, 8)])
+@pytest.mark.parametrize("number, longest", [(32, 128), (6, 4)])
 @pytest.mark.parametrize("bidirectional, stack", [(True, "encoder"), (False, "decoder")])
 def test_buckets_are_the_published_ones(bidirectional, stack, number, longest):
     distance = torch.arange(-300, 300)
@@ -243,11 +242,6 @@ def test_a_program_builds_it_by_the_names_of_megatron_lm():
     assert logits.shape == (2, ANSWER, 128)
     chosen = T5Model(config, config, *get_t5_block_specs(config, 1), VOCAB, LENGTH)
     assert torch.equal(chosen.eval()(text, answer), logits)
-
-
-def test_arguments_have_the_defaults_of_gpts_and_of_megatron_lm():
-    gpt, bert, t5 = (inspect.signature(model).parameters for model in (GPTModel, BertModel, T5Model))
-    for model in (bert, t5):
-        shared = gpt.keys() & model.keys()
-        assert len(shared) > 12 and all(model[name].default == gpt[name].default for name in shared)
+    gpt, t5 = (inspect.signature(each).parameters for each in (GPTModel, T5Model))
+    assert all(t5[name].default == gpt[name].default for name in gpt.keys() & t5.keys())
     assert (t5["relative_attention_num_buckets"].default, t5["relative_attention_max_distance"].default) == (32, 128)
