@@ -101,7 +101,7 @@ def check(path: str, vocab_size: int | None) -> None:
     print(prefix)
     print(f"  documents  {len(lengths):,} ({int((lengths == 0).sum()):,} empty), in {len(data):,} sequences")
     print(f"  tokens     {num_tokens:,} of type {np.dtype(data.index.dtype).name}")
-    if len(data) > len(lengths):
+    if len(data) > len(lengths) or (len(data) and prefix.endswith("_sentence")):
         print_sentences(data)
     if sidecar is not None:
         print(f"  tokenizer  {sidecar.tokenizer_type}, {sidecar.vocab_size:,} ids, sha256 {sidecar.fingerprint[:12]}")

@@ -24,7 +24,7 @@ class Components:
     groups: ProcessGroups
     model: list[DataParallel]
     optimizer: Any
-    scheduler: OptimizerParamScheduler
+    scheduler: OptimizerParamScheduler | None
     state: TrainState
     checkpointer: Checkpointer
     datasets: tuple[Any, Any, Any] = (None, None, None)

@@ -151,7 +151,7 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
     report_choices(model)
     report_parameters(model, groups)
     optimizer = get_megatron_optimizer(optimizer_config(cfg), model, groups=groups)
-    scheduler = get_optimizer_param_scheduler(cfg, optimizer)
+    scheduler = None if cfg.skip_train else get_optimizer_param_scheduler(cfg, optimizer)
     described = task.description()
     checkpointer = Checkpointer(
         cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,

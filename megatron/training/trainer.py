@@ -78,6 +78,7 @@ class Trainer:
         size = batch_sizes.running_global_batch_size(
             self.cfg, self.state.consumed_train_samples, self.cfg.data_parallel_size
         )
+        assert self.parts.scheduler is not None, "only --skip-train has none"
         self.parts.scheduler.set_samples(self.state.consumed_train_samples)
         rate = max(group["lr"] for group in self.parts.optimizer.param_groups if not group["is_decoupled_lr"])
         if self.state.iteration + 1 in self.cfg.iterations_to_skip:

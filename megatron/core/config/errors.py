@@ -1,5 +1,10 @@
 """Errors that the user can mend: one class, below every other module."""
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
 
 class UserError(ValueError):
     """A flag, a file or an environment that the user can mend; the message is all there is to say.
@@ -12,3 +17,22 @@ class UserError(ValueError):
     """Another rank has the cause and says more about it."""
     reported: bool = False
     """The message has been written, by this process or by one that speaks for it."""
+
+
+def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
+    """The results of ``calls``, every one of which is made.
+
+    Raises:
+        UserError: what was wrong in any of them, a line each; of their own class where that is one.
+    """
+    results: list[Result] = []
+    found: dict[str, UserError] = {}
+    for call in calls:
+        try:
+            results.append(call())
+        except UserError as error:
+            found[str(error)] = error
+    if found:
+        kinds = {type(error) for error in found.values()}
+        raise (kinds.pop() if len(kinds) == 1 else UserError)("\n".join(found))
+    return results

@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, all_of
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
@@ -67,7 +68,7 @@ class BlendedMegatronDatasetBuilder:
         """
         if not self.is_built_on_rank():
             return [None] * len(Split)
-        return [self._build_split(split) for split in Split]
+        return all_of(partial(self._build_split, split) for split in Split)
 
     def _blend(self, split: Split) -> Blend | None:
         if self.config.blend_per_split is not None:
@@ -160,7 +161,8 @@ class BlendedMegatronDatasetBuilder:
                 return None
 
         with ThreadPoolExecutor(max_workers=max(1, self.config.num_dataset_builder_threads)) as threads:
-            datasets = [dataset for dataset in threads.map(build, prefixes, sizes) if dataset is not None]
+            started = [threads.submit(build, prefix, size) for prefix, size in zip(prefixes, sizes)]
+            datasets = [dataset for dataset in all_of(each.result for each in started) if dataset is not None]
         if left_out:
             number = f"{len(left_out)} of {len(prefixes)} sources" if len(left_out) > 1 else "one source"
             logger.warning("%s left out of the %s blend: %s", number, split.name, left_out[0])

@@ -250,6 +250,8 @@ class MaskedWordPieceDataset(MegatronDataset):
         fix, sizes = f"{share}, or ask no samples of it (--eval-iters 0)", self.dataset.sequence_lengths
         if bounds is not None and len(sizes) < len(self.dataset.document_indices):
             fix = f"its documents were not split into sentences: make it with {SENTENCES}"
+            if (self.dataset_path or "").endswith("_sentence"):
+                fix = "each of its documents is one sentence: take longer ones"
             fix += ", or give --bert-no-binary-head"
         elif bounds is not None and long_documents(bounds, sizes).all():
             fix = f"shorten such sentences, or have them split: {SENTENCES}"

@@ -214,7 +214,8 @@ def build_bert_wordpiece(
     around = [(name, vocab[name]) for name in ("[CLS]", "[SEP]")]
     backend.post_processor = library.processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)
     options = {"type": kind, "special_tokens": list(special_tokens or [])}
-    return BackendTokenizer(kind, backend, special_ids, fingerprint_of([raw], options))
+    plain = "\n".join([*lines, ""]).encode()  # however its lines end
+    return BackendTokenizer(kind, backend, special_ids, fingerprint_of([plain], options))
 
 
 def _locate(path: str | None) -> Path:

@@ -98,8 +98,9 @@ class Loading:
         self.cfg, self.world = live.cfg, live.groups.world
         self.found, self.weights_only = start.found, start.weights_only
         self.reader = together_reader(self.found.directory, self.world)
-        self.wants_optimizer = live.optimizer is not None and not self.weights_only and not self.cfg.no_load_optim
-        self.wants_rng = not self.weights_only and not self.cfg.no_load_rng
+        self.goes_on = not self.weights_only and not self.cfg.skip_train  # an evaluation needs weights and their number
+        self.wants_optimizer = live.optimizer is not None and self.goes_on and not self.cfg.no_load_optim
+        self.wants_rng = self.goes_on and not self.cfg.no_load_rng
         self.left_alone: list[str] = []
         """Names that the checkpoint holds and :meth:`restore` was not to load, as with --no-load-optim."""
 
@@ -176,7 +177,7 @@ class Loading:
             architecture = settings_to_compare(architecture)
             check_width(objects["args"], cfg, found.directory)
         return check_args(
-            objects, config_to_dict(cfg), found.directory, architecture=architecture, weights_only=self.weights_only
+            objects, config_to_dict(cfg), found.directory, architecture=architecture, weights_only=not self.goes_on
         )
 
     def _other_precision(self) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron.core.config.errors import all_of
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.data.blend import get_blend_and_blend_per_split
@@ -65,8 +66,9 @@ def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any
     Data sets made elsewhere have no record beside them; their token ids are checked as samples are drawn.
     """
     blends = [config.blend, *(config.blend_per_split or [])]
-    prefixes = [resolve_prefix(prefix) for blend in blends if blend is not None for prefix in blend[0]]
-    silent = [prefix for prefix in prefixes if check_sidecar(prefix, tokenizer) is None]
+    prefixes = all_of(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
+    sidecars = all_of(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)
+    silent = [prefix for prefix, sidecar in zip(prefixes, sidecars) if sidecar is None]
     if silent:
         logger.warning(
             "%d data set(s) do not say which tokenizer made them (the first: %s); token ids are checked against the"

@@ -28,6 +28,12 @@ def berts_tokenizer_has_a_mask(cfg: PretrainConfig) -> Problems:
         yield problem(cfg, "tokenizer_type", reason, "BertWordPieceLowerCase with --vocab-file, for example")
 
 
+def sentinels_have_a_tokenizer(cfg: PretrainConfig) -> Problems:
+    if cfg.vocab_extra_ids and cfg.tokenizer_type in WITHOUT_SENTINELS:
+        reason = f"--tokenizer-type {cfg.tokenizer_type} takes no sentinels"
+        yield problem(cfg, "vocab_extra_ids", reason, "leave it out")
+
+
 def t5s_tokenizer_has_sentinels(cfg: PretrainConfig) -> Problems:
     if cfg.model_family != "t5" or cfg.mock_data or cfg.tokenizer_type is None:
         return

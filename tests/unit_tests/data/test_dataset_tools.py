@@ -119,6 +119,14 @@ def test_check_says_what_bert_can_use_of_sentences(tmp_path):
         assert text in result.stdout
 
 
+def test_check_says_that_documents_of_one_sentence_give_no_pair(tmp_path):
+    write(tmp_path / "x_text_sentence", [[1, 2], [3]])
+    assert "pairs      from 0 documents: 2 have one sentence" in run("check_dataset.py", tmp_path / "x").stdout
+    write(tmp_path / "y_text_sentence", [])
+    empty = run("check_dataset.py", tmp_path / "y")
+    assert empty.returncode == 0 and "pairs" not in empty.stdout and not empty.stderr
+
+
 @pytest.mark.parametrize(
     "documents, dtype, place", [([[1], [2, 900]], np.uint16, "token id 900 in document 1 at token 1")]
 )

@@ -15,6 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError
 from megatron.core.datasets.utils import Split, compile_helpers, get_blend_from_list
+from megatron.data.index_format import IndexedDatasetError
 from megatron.data.indexed_dataset import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -132,6 +133,15 @@ def test_named_test_data_without_a_sample_is_refused(prefixes):
     blends = [([prefixes[0]], None), None, ([prefixes[2]], None)]
     with pytest.raises(EmptySplitError, match="of test asked of"):
         build([10, 0, None], blend_per_split=blends, sequence_length=5000)
+
+
+@pytest.mark.parametrize("weights", [None, [0.5, 0.5]])
+def test_all_splits_and_sources_say_what_they_lack_at_once(prefixes, weights):
+    blends = [([prefixes[0], "none"], weights), ([prefixes[1], "missing"], weights), ([prefixes[0], "none"], weights)]
+    with pytest.raises(IndexedDatasetError) as caught:
+        build([10, 10, 10], blend_per_split=blends)
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["no data set at none",
+                                                                             "no data set at missing"]  # fmt: skip
 
 
 def test_a_split_without_a_share_gives_no_data_and_says_so(prefixes, caplog):

@@ -219,6 +219,9 @@ def test_documents_where_sentences_were_expected_are_refused(tmp_path, caplog):
     caplog.clear()
     assert len(train("t5", prefix, 10)) == 30
     assert "takes the first 46 tokens" in caplog.text
+    prefix = write(tmp_path / "data_sentence", [[np.full(3, 9)]] * 2)
+    with pytest.raises(EmptySplitError, match="each of its documents is one sentence: take longer ones, or give"):
+        train("bert", prefix, 10)
 
 
 def test_sentences_where_documents_were_expected_are_refused(prefix):

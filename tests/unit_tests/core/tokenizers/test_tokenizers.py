@@ -129,6 +129,10 @@ def test_sentinels_of_word_piece(tmp_path):
     assert lower.fingerprint != plain.fingerprint
     without = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=file))
     assert without.fingerprint == plain.fingerprint  # one data set for BERT and for T5
+    raw = Path(file).read_bytes()
+    for text in (raw.replace(b"\n", b"\r\n"), raw.removesuffix(b"\n")):
+        Path(file).write_bytes(text)
+        assert build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=file)).fingerprint == plain.fingerprint
     ends = write(tmp_path / "ends.txt", "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n[BOS]\n[EOS]\n")
     tokenizer = build_tokenizer(flags("BertWordPieceLowerCase", vocab_file=ends))
     assert (tokenizer.bos, tokenizer.eos, tokenizer.eod) == (5, 6, 6)

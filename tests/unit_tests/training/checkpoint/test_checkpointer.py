@@ -293,6 +293,8 @@ def test_a_forgotten_flag_that_orders_the_samples_is_refused(tmp_path):
         Run(settings(tmp_path, explicit=frozenset({"lr"}))).load()
     Run(settings(tmp_path, explicit=frozenset({"lr"}), finetune=True)).load()
     Run(settings(tmp_path, seed=42)).load()
+    evaluated = Run(settings(tmp_path, explicit=frozenset({"lr"}), skip_train=True, lr=3.0, bf16=False))
+    assert evaluated.load().iteration == 1, "nothing follows in an evaluation"
     assert Run(settings(tmp_path, seed=7, explicit=frozenset({"seed"}))).load().iteration == 1, "given: it is meant"
 
 

@@ -34,6 +34,7 @@ def problems(family, text, world_size=1):
     ("t5", "BertWordPieceLowerCase", "--vocab-extra-ids", "LowerCase has no sentinels"),
     ("t5", "BertWordPieceCase --vocab-extra-ids 0", "--vocab-extra-ids 0", "--vocab-extra-ids 100"),
     ("t5", "NullTokenizer --vocab-size 99", "--tokenizer-type NullTokenizer", "takes no sentinels"),
+    ("gpt", "TikTokenizer --tokenizer-model m --vocab-extra-ids 9", "--vocab-extra-ids 9", "takes no sentinels"),
 ])  # fmt: skip
 def test_what_no_sample_can_be_made_with_is_refused(family, text, flag, reason):
     (problem,) = problems(family, WORDS + text)
