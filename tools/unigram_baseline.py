@@ -61,7 +61,9 @@ def main(argv: list[str]) -> int:
     own.add_argument("--metrics", default=None, help="metrics.jsonl of a run to compare with")
     options, flags = own.parse_known_args(argv)
     with exit_on_config_error("unigram_baseline.py"):
-        cfg = validate_args(parse_args(flags, model_family=PROGRAMS[options.program]), world_size=1)
+        family = PROGRAMS[options.program]
+        defaults = {"tokenizer_type": "GPT2BPETokenizer" if family == "gpt" else "BertWordPieceLowerCase"}
+        cfg = validate_args(parse_args(flags, args_defaults=defaults, model_family=family), world_size=1)
     from megatron.training.tasks.language_model import task_class
 
     tokenizer = build_tokenizer(cfg)

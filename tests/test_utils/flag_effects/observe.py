@@ -134,7 +134,7 @@ def _watch(stack, run, count):
         return parts
 
     stack.enter_context(mock.patch.object(program, "build_components", noting_build))
-    stack.enter_context(mock.patch.object(program, "shut_down", lambda: None))
+    stack.enter_context(mock.patch.object(program.initialize, "shut_down", lambda: None))
     stack.callback(lambda: run.__dict__.pop("model", None))
     stack.callback(parallel_state.destroy_model_parallel)
     for name in COLLECTIVES:

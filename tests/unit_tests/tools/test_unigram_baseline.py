@@ -41,3 +41,10 @@ def test_masked_tokens_are_counted_where_they_are_predicted(tool):
     assert tool.order_loss(train, Samples([([1], 1), ([1], 0), ([1], 0), ([1], 1)]), 3) == pytest.approx(
         -(math.log(0.25) + 2 * math.log(0.75)) / 3
     )
+
+
+@pytest.mark.parametrize(("program", "kind"), [("bert", "BertWordPieceLowerCase"), ("gpt", "GPT2BPETokenizer")])
+def test_the_tokenizer_is_the_programs_own_unless_another_is_named(tool, program, kind, capsys):
+    with pytest.raises(SystemExit):
+        tool.main(["--program", f"pretrain_{program}.py"])
+    assert f"--vocab-file: is required by --tokenizer-type {kind}" in capsys.readouterr().err
