@@ -136,10 +136,7 @@ class PackedSeqParams:
             return (whole, None) if whole == batch else (0, self)
         queries, keys = self.cu_seqlens_q[first:] - start[0], self.cu_seqlens_k[first:] - start[1]
         of_queries, of_keys = (tuple(x - x0 for x in each[first:]) for each, x0 in zip(bounds, start))
-        rest = replace(
-            self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys, _split=None
-        )
-        return whole, rest
+        return whole, replace(self, cu_seqlens_q=queries, cu_seqlens_kv=keys, bounds=of_queries, key_bounds=of_keys)
 
     def ranges(self, batch: int, length: int) -> Tensor:
         """int32 [2, batch, length]: where in its row each token's document begins, and where it has ended."""
@@ -157,7 +154,7 @@ class PackedSeqParams:
         bounds = self.cu_seqlens_q
         if bounds is None:
             return
-        rows = torch.arange(0, batch * length + 1, length, device=bounds.device)
+        rows = torch.arange(0, batch * length, length, device=bounds.device)
         ends = (bounds[0] == 0) & (bounds[-1] == batch * length)
         # not isin, which sorts out duplicates and waits for how many are left
         starts = bounds[torch.searchsorted(bounds, rows).clamp(max=len(bounds) - 1)] == rows

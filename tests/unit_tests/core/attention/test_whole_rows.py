@@ -37,25 +37,6 @@ def test_rows_are_whole_up_to_the_first_with_padding(lengths, whole):
             assert [tuple(each.tolist()) for each in (others.cu_seqlens_q, others.cu_seqlens_k)] == list(bounds)
 
 
-def test_padding_is_a_document_and_where_keys_have_none_one_without_queries():
-    own, other = padded(3, 128), padded(3, 128, num_queries=64)
-    assert own.cu_seqlens_q.tolist() == other.cu_seqlens_kv.tolist() == [0, 3, 128, 256, 256]
-    assert other.cu_seqlens_q.tolist() == [0, 64, 64, 128, 128] and own.cu_seqlens_kv is own.cu_seqlens_q
-    longest = [(each.max_seqlen_q, each.max_seqlen_kv) for each in (own, other)]
-    assert longest == [(128, 128), (64, 128)] and own.cu_seqlens_q.dtype == torch.int32
-
-
-def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
-    meta = torch.device("meta")
-    own, other = padded(3, 128), padded(3, 128, num_queries=64)
-    for documents in (own, other, PackedSeqParams()):
-        assert documents.on(torch.device("cpu")) is documents
-    there, keys_there = own.on(meta), other.on(meta)
-    assert there.cu_seqlens_kv is there.cu_seqlens_q and there.all_bounds() == own.all_bounds()
-    assert keys_there.cu_seqlens_q.device == keys_there.cu_seqlens_kv.device == meta
-    assert keys_there.all_bounds() == ((0, 64, 64, 128, 128), (0, 3, 128, 256, 256))
-
-
 def test_boundaries_on_a_device_alone_are_not_waited_for():
     documents = padded(128, 3)
     assert documents.whole_rows(2) == (0, documents)

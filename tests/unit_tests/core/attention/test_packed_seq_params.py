@@ -1,0 +1,60 @@
+"""Documents of a batch: what padding makes of rows, what moves to a device, which rows are whole, what is refused."""
+
+import pytest
+import torch
+
+from megatron.core.attention.packed_seq_params import PackedSeqParams
+
+LENGTHS = torch.tensor([3, 128])
+
+
+def of(queries, keys=None):
+    tensors = [torch.tensor(each, dtype=torch.int32) for each in (queries, keys or queries)]
+    return PackedSeqParams(cu_seqlens_q=tensors[0], cu_seqlens_kv=tensors[1] if keys else tensors[0])
+
+
+def test_padding_is_a_document_and_where_keys_have_none_one_without_queries():
+    own, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
+    assert own.cu_seqlens_q.tolist() == other.cu_seqlens_kv.tolist() == [0, 3, 128, 256, 256]
+    assert other.cu_seqlens_q.tolist() == [0, 64, 64, 128, 128] and own.cu_seqlens_kv is own.cu_seqlens_q
+    longest = [(each.max_seqlen_q, each.max_seqlen_kv) for each in (own, other)]
+    assert longest == [(128, 128), (64, 128)] and own.cu_seqlens_q.dtype == torch.int32
+
+
+def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
+    meta = torch.device("meta")
+    own, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
+    for documents in (own, other, PackedSeqParams()):
+        assert documents.on(torch.device("cpu")) is documents
+    there, keys_there = own.on(meta), other.on(meta)
+    assert there.cu_seqlens_kv is there.cu_seqlens_q and there.all_bounds() == own.all_bounds()
+    assert keys_there.cu_seqlens_q.device == keys_there.cu_seqlens_kv.device == meta
+    assert keys_there.all_bounds() == ((0, 64, 64, 128, 128), (0, 3, 128, 256, 256))
+
+
+def test_what_is_left_begins_behind_empty_documents():
+    documents = PackedSeqParams.of_lengths(torch.tensor([128, 128, 3]), 128)
+    assert documents.all_bounds() == ((0, 128, 128, 256, 256, 259, 384),) * 2
+    assert documents.whole_rows(3)[1].all_bounds() == ((0, 3, 128),) * 2
+
+
+def test_rows_whose_sides_share_no_boundary_are_not_split():
+    documents = of([0, 4, 8, 10, 12], [0, 0, 4, 6, 12])
+    documents.all_bounds()
+    assert documents.whole_rows(3) == (0, documents)
+
+
+def test_ranges_are_of_each_token_in_its_row():
+    documents = PackedSeqParams.of_lengths(torch.tensor([3, 5, 1]), 5)
+    ranges = documents.ranges(3, 5)
+    assert ranges.dtype == torch.int32 and ranges is documents.ranges(3, 5)
+    assert ranges[0].tolist() == [[0, 0, 0, 3, 3], [0] * 5, [0, 1, 1, 1, 1]]
+    assert ranges[1].tolist() == [[3, 3, 3, 5, 5], [5] * 5, [1, 5, 5, 5, 5]]
+
+
+@pytest.mark.parametrize("bounds", [[1, 8, 16], [0, 8, 15], [0, 8, 24], [0, 9, 16], [0, 12, 8, 16], [0, 8]])
+def test_documents_of_other_rows_are_refused(bounds):
+    of([0, 3, 8, 8, 16]).check(2, 8)
+    PackedSeqParams().check(2, 8)
+    with pytest.raises(ValueError, match="cu_seqlens_q must ascend from 0 to 16"):
+        of(bounds).check(2, 8)
