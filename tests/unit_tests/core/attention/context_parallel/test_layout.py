@@ -88,7 +88,7 @@ def test_what_a_form_cannot_do_is_refused_at_construction(gloo_pool):
 
 
 def test_sizes_of_two_levels_make_up_the_ranks():
-    with pytest.raises(ValueError, match="2 x 4 are not context-parallel size 4"):
+    with pytest.raises(ValueError, match="give an inner and an outer size, whose product is context-parallel size 4"):
         RankGrid(cp=4, cp_levels=(2, 4))
     with pytest.raises(ValueError, match="give an inner and an outer size"):
         parallel_state.initialize_model_parallel(hierarchical_context_parallel_sizes=[4])
