@@ -52,7 +52,7 @@ def test_ranges_are_of_each_token_in_its_row():
     assert ranges[1].tolist() == [[3, 3, 3, 5, 5], [5] * 5, [1, 5, 5, 5, 5]]
 
 
-@pytest.mark.parametrize("bounds", [[1, 8, 16], [0, 8, 15], [0, 8, 24], [0, 9, 16], [0, 12, 8, 16], [0, 8]])
+@pytest.mark.parametrize("bounds", [[1, 8, 16], [0, 8, 15], [0, 8, 24], [0, 9, 16], [0, 12, 8, 16], [0, 8], [0, 4]])
 def test_documents_of_other_rows_are_refused(bounds):
     of([0, 3, 8, 8, 16]).check(2, 8)
     PackedSeqParams().check(2, 8)
