@@ -45,13 +45,19 @@ ARCHITECTURE = tuple(
 it differs. A model's own description names what its layers add."""
 
 ALSO_TAKEN = ("attention_dropout", "hidden_dropout", "make_vocab_size_divisible_by")
+COMPUTED_WITH = (
+    "bias_gelu_fusion", "rotary_seq_len_interpolation_factor", "yarn_original_max_position_embeddings",
+    "yarn_beta_fast", "yarn_beta_slow", "yarn_correction_range_round_to_int",
+)  # fmt: skip
+"""The function that weights were trained in; a command line that says otherwise means it."""
+
 LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "sequence_parallel", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 TOKENIZER = tuple(field.name for field in dataclasses.fields(TokenizerConfig))
 
-TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *LAYOUT, *TOKENIZER)
+TAKEN = (*SIZES, *ARCHITECTURE, *ALSO_TAKEN, *COMPUTED_WITH, *LAYOUT, *TOKENIZER)
 
 DATA_STREAM = (
     "seed", "seq_length", "split", "data_path", "train_data_path", "valid_data_path", "test_data_path",
@@ -65,7 +71,7 @@ DATA_STREAM = (
 NUMBERS = (
     "optimizer", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr",
     "decoupled_min_lr", "attention_dropout", "hidden_dropout", "fp16", "bf16", "loss_scale",
-    "rotary_seq_len_interpolation_factor",
+    "rotary_seq_len_interpolation_factor", "bias_gelu_fusion",
     "attention_softmax_in_fp32", "iterations_to_skip", "exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype",
     "grad_reduce_in_bf16", "fp32_residual_connection", "apply_wd_to_qk_layernorm",
     "loss_scale_window", "min_loss_scale", "hysteresis",
@@ -154,6 +160,7 @@ def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:
         known = {name for name in known if "moe_" not in name}
     names = [name for name in SIZES if name in known and getattr(cfg, name) is None]
     names += [name for name in (*ARCHITECTURE, *ALSO_TAKEN) if name not in SIZES]
+    names += [name for name in COMPUTED_WITH if name not in cfg.explicit]
     names += LAYOUT if cfg.use_mp_args_from_checkpoint_args else ()
     if cfg.use_tokenizer_model_from_checkpoint_args:
         named = bool({"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit)

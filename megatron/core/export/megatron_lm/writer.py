@@ -54,7 +54,7 @@ class _Piece:
     def read(self) -> Tensor:
         """In their shape."""
         tensor = self.source.read()
-        if tensor.ndim > 1 and tensor.shape[0] < self.shape[0] and tensor.shape[1:] == self.shape[1:]:
+        if tensor.shape[0] < self.shape[0] and tensor.shape[1:] == self.shape[1:]:  # the vocabulary's rows and biases
             padding = tensor.new_zeros((self.shape[0] - tensor.shape[0], *tensor.shape[1:]))
             tensor = torch.cat([tensor, padding])
         tensor = tensor.reshape(self.shape)

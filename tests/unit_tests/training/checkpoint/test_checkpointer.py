@@ -199,6 +199,14 @@ def test_the_first_run_of_a_command_line_that_resumes_has_its_own_settings(tmp_p
     assert apply_checkpoint_args(asked) is asked
 
 
+def test_the_gelu_of_the_checkpoint_is_taken_unless_another_is_named(two):
+    """An imported BERT has the exact one: tanh's would be another model, and exported no BERT any more."""
+    Run(settings(two, bias_gelu_fusion=False)).save()
+    assert not apply_checkpoint_args(settings(two, use_checkpoint_args=True)).bias_gelu_fusion
+    named = settings(two, use_checkpoint_args=True, explicit=frozenset({"bias_gelu_fusion"}))
+    assert apply_checkpoint_args(named).bias_gelu_fusion
+
+
 def test_a_tokenizer_of_the_command_line_stays(two):
     Run(settings(two, tokenizer_type="NullTokenizer", vocab_size=99)).save()
     for kind, explicit, kept in (

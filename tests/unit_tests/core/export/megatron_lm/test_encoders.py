@@ -224,6 +224,16 @@ def test_torch_dist_is_the_whole_model_and_is_written_as_it_was(kind, tmp_path):
     assert "encoder.layers.self_attention.core_attention" in modules
 
 
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_vocabulary_without_padding_is_padded_as_theirs(kind, tmp_path):
+    tensors = write_torch_dist(tmp_path / "theirs", kind)
+    save_megatron_torch_dist(load_megatron_torch_dist(tmp_path / "theirs"), tmp_path / "ours")
+    with open(tmp_path / "ours" / "iter_0000007" / ".metadata", "rb") as file:
+        stored = pickle.load(file).state_dict_metadata
+    assert all(stored[name].size == tensor.shape for name, tensor in tensors.items())
+    expect(kind, load_megatron_torch_dist(tmp_path / "ours"))
+
+
 def test_a_model_of_flags_is_what_an_encoder_of_theirs_holds(tmp_path):
     """The same names and shapes as those that training makes."""
     sizes = "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ffn-hidden-size 24 --max-position-embeddings 24"
