@@ -45,13 +45,15 @@ def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, onl
     """The first family, ``preferred`` before all others, that has what completed ``settings`` say.
 
     Raises:
-        UserError: none has, with a reason for each; or the family ``only`` has not, or is unknown.
+        UserError: none has, with a reason for each of this kind of model; or the family ``only`` has not, or is unknown.
     """
     table, reasons = known_families(), []
     if only is not None:
         if only not in table:
             raise UserError(f"{only}: no family that can be converted; known: {', '.join(sorted(table))}")
         table = {only: table[only]}
+    else:
+        table = {name: each for name, each in table.items() if each.model_family == settings["model_family"]}
     for name in sorted(table, key=lambda each: (each != preferred, each)):
         try:
             table[name].save_settings(settings)
