@@ -218,7 +218,8 @@ def how_to_load(folder: str, source: Interchange) -> str:
     if "train_state" in source.objects:
         fresh = "" if "optimizer" in source.objects else " --no-load-optim"
         return f"go on with: --load {folder} --use-checkpoint-args --no-load-rng{fresh}, and the run's own flags"
-    return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and a --save of your own"
+    own = "--decoder-seq-length N and a --save" if source.settings.get("model_family") == "t5" else "a --save"
+    return f"start training with: --pretrained-checkpoint {folder} --use-checkpoint-args, and {own} of your own"
 
 
 if __name__ == "__main__":

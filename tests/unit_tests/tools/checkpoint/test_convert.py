@@ -361,3 +361,8 @@ def test_too_little_space_is_refused_before_anything_is_copied(folders, tmp_path
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     message = refused(folders / "hf", tmp_path / "out")
     assert "0.00 GB are free there" in message
+
+
+@pytest.mark.parametrize(("family", "own"), [("gpt", "and a --save"), ("t5", "and --decoder-seq-length N and a --save")])
+def test_what_to_type_next_names_what_weights_do_not_say(family, own):
+    assert own in convert.how_to_load("weights", Interchange({"model_family": family}, {}))
