@@ -363,6 +363,6 @@ def test_too_little_space_is_refused_before_anything_is_copied(folders, tmp_path
     assert "0.00 GB are free there" in message
 
 
-@pytest.mark.parametrize(("family", "own"), [("gpt", "and a --save"), ("t5", "and --decoder-seq-length N and a --save")])
+@pytest.mark.parametrize(("family", "own"), [("gpt", "and a --save"), ("t5", "and --decoder-seq-length N and a")])
 def test_what_to_type_next_names_what_weights_do_not_say(family, own):
     assert own in convert.how_to_load("weights", Interchange({"model_family": family}, {}))
