@@ -12,6 +12,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.pipeline_parallel import p2p
 from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
+from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward
 
 SHAPES = ((4, 2, 3), (2, 2, 3))
@@ -56,7 +57,7 @@ class Backend:
         return SimpleNamespace(wait=lambda: buffer.copy_(self.sent.pop((group, target, tag))))
 
 
-def both_ends(engines=None):
+def both_ends(engines=None, schedule=SCHEDULE):
     shape = MessageShape(SHAPES, torch.float64, CPU)
     ranks = [
         dataclasses.replace(
@@ -65,7 +66,7 @@ def both_ends(engines=None):
         )
         for rank in range(2)
     ]  # fmt: skip
-    return [Messages(SCHEDULE, groups, shape) for groups in ranks]
+    return [Messages(schedule, groups, shape) for groups in ranks]
 
 
 def message(number):
@@ -95,6 +96,20 @@ def test_each_message_is_whole_and_goes_to_the_action_that_needs_it(monkeypatch,
         assert engines.sizes == [8 * (24 + 12)] * 2 and not any(engines.sent.values())
     else:
         assert backend.posted == [(group, peer, tag) for group, peer in (("up", 10), ("down", 11)) for tag in range(4)]
+
+
+def test_mailboxes_hand_out_what_was_sent_in_the_senders_order():
+    """Chunks after the first send up and down between the same two ranks, in an order that differs by rank."""
+    schedule = interleaved(2, 2, 4)
+    number = {(rank, action): index for rank in range(2) for index, action in enumerate(schedule.actions[rank])}
+    ends = both_ends(Engines(), schedule)
+    for rank, action in number:
+        ends[rank].send(action, message(10 * number[rank, action] + rank))
+    for rank, action in number:
+        place, found = schedule.source(rank, action), ends[rank].receive(action)
+        assert (found is None) == (place is None)
+        if place is not None:
+            assert_equal(found, message(10 * number[place] + place.rank))
 
 
 def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
