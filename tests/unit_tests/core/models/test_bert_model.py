@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
@@ -196,3 +197,26 @@ def test_a_stage_holds_its_own_branches_of_the_whole():
     assert "encoder.layers.1.mlp.linear_fc2.weight" in own & given and "pooler.dense.weight" in own
     assert own < {*whole.state_dict(), "output_layer.weight"} and not any("layers.0" in name for name in own)
     assert not any("self_attention" in name or "layers.0" in name for name in given) and given < own
+
+
+def test_a_stage_takes_its_chunk_from_the_program_and_its_input_in_either_form(monkeypatch):
+    monkeypatch.setattr(parallel_state, "get_virtual_pipeline_model_parallel_rank", lambda: 1)
+    sizes = {**SIZES, "num_layers": 4}
+    config = TransformerConfig(**sizes, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    options = {
+        "transformer_layer_spec": get_bert_block_spec(config), "vocab_size": 61, "max_sequence_length": 16,
+        "pre_process": False, "post_process": False,
+        "groups": dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1))),
+    }  # fmt: skip
+    asked, told = BertModel(config, 2, **options), BertModel(config, 2, vp_stage=0, **options)
+    assert (asked.vp_stage, told.vp_stage) == (1, 0) and asked.state_dict().keys() != told.state_dict().keys()
+    for given in (torch.zeros(1), [torch.zeros(1)]):
+        asked.set_input_tensor(given)
+        assert asked.received is (given[0] if isinstance(given, list) else given)
+
+
+def test_calls_without_sample_index_draw_other_masks_each_time():
+    config = TransformerConfig(**{**SIZES, "hidden_dropout": 0.5})
+    model, ids = BertModel(config, 0, get_bert_layer_local_spec(), 61, 16, groups=SINGLE_PROCESS), inputs()[0]
+    (first, _), (second, _), (again, _) = model(ids), model(ids), model(ids, sample_index=torch.arange(3))
+    assert not torch.equal(first[..., :61], second[..., :61]) and torch.equal(first, again)
