@@ -1,4 +1,4 @@
-"""Messages of several tensors between two ranks, both played by this process: which wire carries what, and when."""
+"""Messages of several tensors between ranks that are all played by this process: which wire carries what, and when."""
 
 import dataclasses
 import weakref
@@ -21,20 +21,20 @@ CPU = torch.device("cpu")
 
 
 class Engines:
-    """Boxes of which this process is both ends."""
+    """Those of one rank; ``sent`` and ``sizes`` are of all."""
 
-    def __init__(self):
-        self.sizes, self.sent = [], defaultdict(deque)
+    def __init__(self, rank, sent, sizes):
+        self.rank, self.sent, self.sizes = rank, sent, sizes
 
     def mailbox(self, num_bytes):
         self.sizes.append(num_bytes)
         return self
 
     def send(self, target, x):
-        self.sent[target].append(x.clone())
+        self.sent[self.rank, target].append(x.clone())
 
     def receive(self, source, out):
-        out.copy_(self.sent[1 - source].popleft())
+        out.copy_(self.sent[source, self.rank].popleft())
 
 
 class Backend:
@@ -57,16 +57,22 @@ class Backend:
         return SimpleNamespace(wait=lambda: buffer.copy_(self.sent.pop((group, target, tag))))
 
 
-def both_ends(engines=None, schedule=SCHEDULE):
-    shape = MessageShape(SHAPES, torch.float64, CPU)
+def ends(schedule=SCHEDULE, engines=None):
+    """Messages of every rank; ``engines`` of each: None for sends and receives of torch.distributed."""
+    shape, all_ranks = MessageShape(SHAPES, torch.float64, CPU), tuple(range(10, 10 + schedule.num_ranks))
     ranks = [
         dataclasses.replace(
-            SINGLE_PROCESS, pp=Group("pp", (10, 11), rank, engines=engines),
-            pp_up=Group("pp_up", (10, 11), rank, "up"), pp_down=Group("pp_down", (10, 11), rank, "down"),
+            SINGLE_PROCESS, pp=Group("pp", all_ranks, rank, engines=engines and engines[rank]),
+            pp_up=Group("pp_up", all_ranks, rank, "up"), pp_down=Group("pp_down", all_ranks, rank, "down"),
         )
-        for rank in range(2)
+        for rank in range(schedule.num_ranks)
     ]  # fmt: skip
     return [Messages(schedule, groups, shape) for groups in ranks]
+
+
+def engines_of(num_ranks):
+    sent, sizes = defaultdict(deque), []
+    return [Engines(rank, sent, sizes) for rank in range(num_ranks)]
 
 
 def message(number):
@@ -79,9 +85,9 @@ def assert_equal(found, wanted):
 
 @pytest.mark.parametrize("through_engines", [False, True])
 def test_each_message_is_whole_and_goes_to_the_action_that_needs_it(monkeypatch, through_engines):
-    engines, backend = Engines() if through_engines else None, Backend()
+    engines, backend = engines_of(2) if through_engines else None, Backend()
     monkeypatch.setattr(p2p, "dist", backend)
-    first, last = both_ends(engines)
+    first, last = ends(engines=engines)
     for kind, sender, receiver in (("F", first, last), ("B", last, first)):
         for number in range(2):
             sender.send(Action(kind, 0, number), message(number))
@@ -93,29 +99,33 @@ def test_each_message_is_whole_and_goes_to_the_action_that_needs_it(monkeypatch,
     assert first.receive(Action("F", 0, 0)) is None and not backend.sent
     assert backend.waited == (0 if through_engines else 8)
     if through_engines:
-        assert engines.sizes == [8 * (24 + 12)] * 2 and not any(engines.sent.values())
+        assert engines[0].sizes == [8 * (24 + 12)] * 2 and not any(engines[0].sent.values())
     else:
         assert backend.posted == [(group, peer, tag) for group, peer in (("up", 10), ("down", 11)) for tag in range(4)]
 
 
-def test_mailboxes_hand_out_what_was_sent_in_the_senders_order():
-    """Chunks after the first send up and down between the same two ranks, in an order that differs by rank."""
-    schedule = interleaved(2, 2, 4)
-    number = {(rank, action): index for rank in range(2) for index, action in enumerate(schedule.actions[rank])}
-    ends = both_ends(Engines(), schedule)
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_mailboxes_hand_out_what_was_sent_in_the_senders_order(num_ranks):
+    """With two ranks, chunks after the first send up and down between the same two, in an order that differs by
+    rank."""
+    schedule = interleaved(num_ranks, 2, 4)
+    number = {(rank, action): index for rank in range(num_ranks) for index, action in enumerate(schedule.actions[rank])}
+    every = ends(schedule, engines_of(num_ranks))
     for rank, action in number:
-        ends[rank].send(action, message(10 * number[rank, action] + rank))
+        every[rank].send(action, message(10 * number[rank, action] + rank))
     for rank, action in number:
-        place, found = schedule.source(rank, action), ends[rank].receive(action)
+        place, found = schedule.source(rank, action), every[rank].receive(action)
         assert (found is None) == (place is None)
         if place is not None:
             assert_equal(found, message(10 * number[place] + place.rank))
+    for each in every:
+        each.finish()
 
 
 def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
     backend = Backend()
     monkeypatch.setattr(p2p, "dist", backend)
-    first, _ = both_ends()
+    first, _ = ends()
     first.send(Action("F", 0, 0), message(0))
     assert all(each() is not None for each in backend.alive)
     backend.done = True
@@ -124,8 +134,7 @@ def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):
 
 
 def test_what_is_sent_is_no_part_of_a_graph_and_contiguous(monkeypatch):
-    engines = Engines()
-    kept = []
+    kept, (engines, _) = [], engines_of(2)
     monkeypatch.setattr(engines, "send", lambda target, x: kept.append(x))
     shape = MessageShape(((3, 2),), torch.float64, CPU)
     groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (10, 11), 0, engines=engines))
@@ -135,7 +144,7 @@ def test_what_is_sent_is_no_part_of_a_graph_and_contiguous(monkeypatch):
 
 
 def test_a_message_of_another_shape_or_dtype_is_refused():
-    first, _ = both_ends(Engines())
+    first, _ = ends(engines=engines_of(2))
     encoder, decoder = message(0)
     wanted = r"a pipeline stage made \(4, 2, 3\) and \(1, 2, 3\) torch.float64, but stages pass on \(4, 2, 3\) and"
     with pytest.raises(ValueError, match=wanted):
