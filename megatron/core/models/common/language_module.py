@@ -156,7 +156,7 @@ class LanguageModule(MegatronModule):
             return self.embedding.word_embeddings.weight
         return self.output_layer.weight if self.post_process else None
 
-    def tie_over_stages(self, *, whole_embedding: bool = False) -> None:
+    def tie_over_stages(self, *, whole_embedding: bool) -> None:
         """Marks weights that the first and the last stage each hold: their gradients are partial sums. Those are the
         shared output weight, or the ``whole_embedding`` of which the last stage has a copy."""
         if self.pre_process == self.post_process:

@@ -14,8 +14,10 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
 from megatron.core.models.bert_description import describe_bert
+from megatron.core.models.common import language_module
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt import GPTModel
+from megatron.core.sharding.placement import Partial
 from megatron.training.data.batch import laid_end_to_end
 
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -220,3 +222,25 @@ def test_calls_without_sample_index_draw_other_masks_each_time():
     model, ids = BertModel(config, 0, get_bert_layer_local_spec(), 61, 16, groups=SINGLE_PROCESS), inputs()[0]
     (first, _), (second, _), (again, _) = model(ids), model(ids), model(ids, sample_index=torch.arange(3))
     assert not torch.equal(first[..., :61], second[..., :61]) and torch.equal(first, again)
+
+
+def test_the_first_and_the_last_stage_know_that_they_share_a_weight():
+    config = TransformerConfig(**SIZES, pipeline_model_parallel_size=2)
+    for rank, tied_to in enumerate((None, "embedding.word_embeddings.weight")):
+        stage = BertModel(
+            config, 0, get_bert_block_spec(config), 61, 16, pre_process=rank == 0, post_process=rank == 1,
+            share_embeddings_and_output_weights=True,
+            groups=dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), rank)),
+        )  # fmt: skip
+        spec = stage.shared_embedding_or_output_weight().spec
+        assert spec.tied_to == tied_to and spec.grad["embedding"] == Partial()
+
+
+def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
+    gathered = []
+    monkeypatch.setattr(
+        language_module, "gather_from_tensor_model_parallel_region", lambda x, group: gathered.append(group.name) or x
+    )
+    for parallel_output in (True, False):
+        make("one loss, untied", parallel_output=parallel_output)[0](inputs()[0])
+    assert gathered == ["tp"]
