@@ -17,7 +17,8 @@ def folder(tmp_path_factory):
 
 
 def make_task(kind, folder):
-    argv = masked_runs.command_line(kind, ["--data-path", str(folder / "a"), "--split", "1,0,0", "--eval-iters", "0"])
+    data = f"--data-path {folder / 'a'} --split 1,0,0 --eval-iters 0 --short-seq-prob 0.5"
+    argv = masked_runs.command_line(kind, data.split())
     words = [text if text != "vocab.txt" else str(folder / text) for text in masked_runs.PROGRAM_ONLY[kind]]
     cfg = validate_args(parse_args([*argv, *words, "--data-cache-path", str(folder)], model_family=kind), 1)
     return task_class(kind)(cfg, build_tokenizer(cfg))

@@ -234,6 +234,7 @@ def test_the_first_and_the_last_stage_know_that_they_share_a_weight():
         )  # fmt: skip
         spec = stage.shared_embedding_or_output_weight().spec
         assert spec.tied_to == tied_to and spec.grad["embedding"] == Partial()
+        assert (stage.encoder.final_layernorm is not None) == (rank == 1)
 
 
 def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
