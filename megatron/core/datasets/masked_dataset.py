@@ -113,7 +113,8 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
             kind = type(self.tokenizer).__name__
             yield (
                 f"--tokenizer-type: the tokenizer ({kind}) has no token for {', '.join(missing)}, which samples have; "
-                "use BertWordPieceLowerCase or BertWordPieceCase, or a tokenizer that defines them"
+                "use BertWordPieceLowerCase or BertWordPieceCase, a SentencePiece model with "
+                "--tokenizer-sentencepiece-legacy, or a tokenizer that defines them"
             )
 
 

@@ -19,6 +19,7 @@ def forgotten():
 def test_a_ramp_is_followed_as_samples_are_consumed(caplog):
     calculator.init_num_microbatches_calculator(0, [8, 8, 64], 24, 2, 2)
     settings = calculator.BatchSettings(2, 24, [8, 8, 64])
+    caplog.clear()  # where an earlier test made logging louder
     with caplog.at_level(logging.INFO):
         for consumed in (0, 31, 32, 64, 1000):
             calculator.update_num_microbatches(consumed, consistency_check=False, verbose=True)
