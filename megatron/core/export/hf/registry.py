@@ -45,7 +45,7 @@ def family_for(settings: Mapping[str, Any], preferred: str | None = None, *, onl
     """The first family, ``preferred`` before all others, that has what completed ``settings`` say.
 
     Raises:
-        UserError: none has, with a reason for each of this kind of model; or the family ``only`` has not, or is unknown.
+        UserError: none has, with a reason for each of this kind; or the family ``only`` has not, or is unknown.
     """
     table, reasons = known_families(), []
     if only is not None:
