@@ -224,8 +224,8 @@ def test_calls_without_sample_index_draw_other_masks_each_time():
     assert not torch.equal(first[..., :61], second[..., :61]) and torch.equal(first, again)
 
 
-def test_the_first_and_the_last_stage_know_that_they_share_a_weight():
-    config = TransformerConfig(**SIZES, pipeline_model_parallel_size=2)
+def test_the_first_and_the_last_stage_share_a_weight_and_the_work():
+    config, hidden = TransformerConfig(**SIZES, pipeline_model_parallel_size=2), None
     for rank, tied_to in enumerate((None, "embedding.word_embeddings.weight")):
         stage = BertModel(
             config, 0, get_bert_block_spec(config), 61, 16, pre_process=rank == 0, post_process=rank == 1,
@@ -235,6 +235,9 @@ def test_the_first_and_the_last_stage_know_that_they_share_a_weight():
         spec = stage.shared_embedding_or_output_weight().spec
         assert spec.tied_to == tied_to and spec.grad["embedding"] == Partial()
         assert (stage.encoder.final_layernorm is not None) == (rank == 1)
+        stage.set_input_tensor(hidden)
+        hidden = stage(inputs()[0])
+    assert [each.shape for each in hidden] == [(3, 16, 128), (3, 2)]
 
 
 def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
