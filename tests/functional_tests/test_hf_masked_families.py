@@ -185,3 +185,10 @@ def test_a_t5_with_a_bias_behind_its_shared_output_layer_has_no_family(tmp_path)
     flags = [each for each in flags_of(FAMILIES["t5"]) if each != "--scale-decoder-outputs"]
     with pytest.raises(UserError, match="t5: scale_decoder_outputs is False, a shared output layer is scaled"):
         save_hf(random_model(flags, VOCAB, model_family="t5"), tmp_path / "theirs")
+
+
+def test_a_t5_trained_without_dropout_of_attention_is_exported(tmp_path):
+    """There, one rate is of all; ours of attention is mostly 0 for the kernels' sake, and weights know neither."""
+    flags = [*flags_of(FAMILIES["t5-v1.1"]), "--attention-dropout", "0", "--hidden-dropout", "0.2"]
+    save_hf(random_model(flags, VOCAB, model_family="t5"), tmp_path)
+    assert transformers.T5Config.from_pretrained(tmp_path).dropout_rate == 0.2
