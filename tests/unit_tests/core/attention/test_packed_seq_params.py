@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron.core.attention import packed_seq_params
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 
 LENGTHS = torch.tensor([3, 128])
@@ -30,6 +31,15 @@ def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
     assert there.cu_seqlens_kv is there.cu_seqlens_q and there.all_bounds() == own.all_bounds()
     assert keys_there.cu_seqlens_q.device == keys_there.cu_seqlens_kv.device == meta
     assert keys_there.all_bounds() == ((0, 64, 64, 128, 128), (0, 3, 128, 256, 256))
+
+
+def test_boundaries_are_known_where_the_host_may_read_or_has_read_them(monkeypatch):
+    documents = of([0, 3, 8])
+    assert documents.known
+    monkeypatch.setattr(packed_seq_params, "host_may_read", lambda x: False)
+    assert PackedSeqParams().known and not documents.known
+    documents.all_bounds()
+    assert documents.known
 
 
 def test_what_is_left_begins_behind_empty_documents():
