@@ -97,7 +97,7 @@ ROUTER = [
 CAPACITY = [
     row("--moe-expert-capacity-factor 0.5", drops_half, keeps("initial"), base=MOE),
     row("--moe-pad-expert-input-to-capacity", calls("pad_to"), keeps_to_rounding("losses"), base=FULL,
-        count=(MOE_AT + "dispatch:pad_to",)),
+        count=("megatron.core.fusions.permute:pad_to",)),
     row("--moe-token-drop-policy position", drops_half, changes("losses"), keeps("initial"), base=FULL),
 ]  # fmt: skip
 RANKS = [

@@ -25,7 +25,7 @@ OVERLAP = "--overlap-grad-reduce --ddp-bucket-size 3000"
 HALF_SUMS = f"{ZERO} --bf16 --grad-reduce-in-bf16"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 BUFFER = "megatron.core.distributed.param_and_grad_buffer:"
-SCHEDULE = ("megatron.core.pipeline_parallel.schedules:_cached",)
+SCHEDULE = ("megatron.core.pipeline_parallel.choose:choose_schedule",)
 
 
 def group(axis, *ranks):
