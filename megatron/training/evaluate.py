@@ -75,13 +75,11 @@ class Evaluator:
             sums.add(
                 get_forward_backward_func()(
                     forward_step_func=self.task.forward_step,
-                    data_iterator=batches,
                     model=self.model,
-                    num_microbatches=sampler.micro_batches_per_step,
                     forward_only=True,
-                    seq_length=self.cfg.seq_length,
-                    decoder_seq_length=self.cfg.decoder_seq_length,
-                    micro_batch_size=self.cfg.eval_micro_batch_size,
+                    **self.task.micro_batches(
+                        batches, sampler.micro_batches_per_step, self.cfg.eval_micro_batch_size
+                    ),
                 )
             )
         sums.share(self.groups.pp).all_reduce(self.groups.dp_cp)

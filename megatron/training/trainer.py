@@ -148,15 +148,12 @@ class Trainer:
             chunk.zero_grad_buffer()
         num_microbatches = size // (cfg.micro_batch_size * parts.groups.dp.size)
         with self.timers("forward-backward", log_level=1):
+            batches = parts.task.global_batch(parts.train_iterator, num_microbatches)  # type: ignore[arg-type]
             results = self.forward_backward(
                 forward_step_func=parts.task.forward_step,
-                data_iterator=parts.task.global_batch(parts.train_iterator, num_microbatches),  # type: ignore[arg-type]
                 model=parts.model,
-                num_microbatches=num_microbatches,
                 loss_transform=lambda loss: parts.optimizer.scale_loss(loss / expected_tokens),
-                seq_length=cfg.seq_length,
-                decoder_seq_length=cfg.decoder_seq_length,
-                micro_batch_size=cfg.micro_batch_size,
+                **parts.task.micro_batches(batches, num_microbatches, cfg.micro_batch_size),
             )
         sums = LossSums(self.device).add(results)
         local_losses = dict(sums.pairs)

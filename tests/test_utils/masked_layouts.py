@@ -74,10 +74,22 @@ BERT_ROWS = {
     "bert-packed-cp2-allgather": ("bert-sgd", f"{CP2} --cp-comm-type allgather {PACKED}", 2),
     "bert-packed-cp2-a2a": ("bert-modern", f"{CP2} --cp-comm-type a2a {PACKED}", 2),
     "bert-packed-cp4-modern": ("bert-modern", f"{MBS} --context-parallel-size 4 {PACKED}", 4),
+    "bert-packed-pp2-vpp-zero": (
+        "bert-packed", f"{PP2} --num-virtual-stages-per-pipeline-rank 2 {ZERO} {PACKED}", 4,
+    ),
+    "bert-packed-pp2-tp2-sp": ("bert-packed", f"{PP2} --tensor-model-parallel-size 2 {SP} {PACKED}", 4),
+    "bert-packed-pp2-cp2-zero-bubble": (
+        "bert-modern", f"{PP2} --context-parallel-size 2 --pipeline-schedule zero-bubble {PACKED}", 4,
+    ),
+    "bert-packed-pp4-h2": (
+        "bert-packed",
+        f"--micro-batch-size 1 --pipeline-model-parallel-size 4 --pipeline-schedule zero-bubble-h2 {PACKED}", 4,
+    ),
+    "bert-packed-pp2": ("bert-sgd", f"{PP2} {PACKED} {FULL}", 2),
 }  # fmt: skip
 IN_THE_SUITE = {
     "bert-accumulation", "bert-zero2-tp2-sp", "bert-fsdp2", "bert-tp2-sp-modern", "bert-cp2", "bert-cp2-tp2-sp",
     "bert-pp2-tp2-sp", "bert-pp2-zero-bubble", "bert-packed-dp2-zero", "bert-packed-cp2-tp2-sp",
-    "bert-packed-cp4-modern",
+    "bert-packed-cp4-modern", "bert-packed-pp2-tp2-sp",
 }
 """Rows that the suite runs; the others run in ``tests/torture/layouts.py``."""

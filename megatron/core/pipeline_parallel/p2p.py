@@ -10,6 +10,7 @@ wait. What carries a message is a wire:
     ``_MailboxWire``   copy engines, between GPUs of one host: who receives need not be there when a message comes.
 
 A message is one tensor or several (of a model with two stacks), of the same shapes at every boundary.
+Micro-batches may differ in length where every rank knows all lengths in advance (``MessageShape.lengths``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,19 @@ class MessageShape(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
     device: torch.device
+    lengths: tuple[int, ...] | None = None
+    """The first dimension of each micro-batch's messages, where they differ; ``shapes`` are then the largest."""
+
+    def of(self, microbatch: int) -> MessageShape:
+        """That of one micro-batch's messages."""
+        if self.lengths is None:
+            return self
+        return self._replace(shapes=tuple((self.lengths[microbatch], *shape[1:]) for shape in self.shapes))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of elements."""
+        return [torch.Size(shape).numel() for shape in self.shapes]
 
     def empty(self) -> Message:
         return tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in self.shapes)
@@ -55,7 +69,7 @@ def _goes_to(schedule: Schedule, source: int, action: Action, target: int) -> bo
 
 
 class _Wire(Protocol):
-    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Message]:
+    def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
         """Post a receive, in the order of numbers; returns what waits for the message, in stream order."""
 
     def send(self, lane: _Lane, number: int, message: Message) -> None:
@@ -66,15 +80,15 @@ class _Wire(Protocol):
 
 
 class _GroupWire:
-    def __init__(self, groups: ProcessGroups, message: MessageShape) -> None:
-        self._groups, self._message = groups, message
+    def __init__(self, groups: ProcessGroups) -> None:
+        self._groups = groups
         self._sending: deque[tuple[Tensor, dist.Work]] = deque()
 
     def _group(self, lane: _Lane) -> Group:
         return self._groups.pp_up if lane.target > lane.source else self._groups.pp_down
 
-    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Message]:
-        buffers, group = self._message.empty(), self._group(lane)
+    def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
+        buffers, group = message.empty(), self._group(lane)
         # gloo matches by tag; NCCL ignores tags and matches in the order of posting, hence the order of numbers
         works = [
             dist.irecv(buffer, group.ranks[lane.source], group=group.handle, tag=number * len(buffers) + index)
@@ -107,24 +121,23 @@ class _GroupWire:
 
 
 class _MailboxWire:
-    def __init__(self, engines: Any, message: MessageShape) -> None:
-        self._message = message
-        self._sizes = [torch.Size(shape).numel() for shape in message.shapes]
-        # tensors travel as one: each number takes one slot, as schedules need them
-        self._mailbox = engines.mailbox(message.dtype.itemsize * sum(self._sizes))
-        self._unread: dict[_Lane, deque[int]] = {}
+    def __init__(self, engines: Any, largest: MessageShape) -> None:
+        # tensors travel as one: each number takes one slot, as schedules need them. One mailbox, of the largest, serves
+        # all lengths: a new one per length would map memory between ranks in every iteration
+        self._mailbox = engines.mailbox(largest.dtype.itemsize * sum(largest.sizes))
+        self._unread: dict[_Lane, deque[tuple[int, MessageShape]]] = {}
         self._read: dict[tuple[_Lane, int], Message] = {}
 
-    def start_receive(self, lane: _Lane, number: int) -> Callable[[], Message]:
-        self._unread.setdefault(lane, deque()).append(number)
+    def start_receive(self, lane: _Lane, number: int, message: MessageShape) -> Callable[[], Message]:
+        self._unread.setdefault(lane, deque()).append((number, message))
 
         def wait() -> Message:
             # a mailbox hands messages out in the order of sending: take out those before the one that is asked for
             while (lane, number) not in self._read:
-                flat = torch.empty(sum(self._sizes), dtype=self._message.dtype, device=self._message.device)
+                first, its = self._unread[lane].popleft()
+                flat = torch.empty(sum(its.sizes), dtype=its.dtype, device=its.device)
                 self._mailbox.receive(lane.source, flat)
-                parts = zip(flat.split(self._sizes), self._message.shapes)
-                self._read[lane, self._unread[lane].popleft()] = tuple(part.view(shape) for part, shape in parts)
+                self._read[lane, first] = tuple(map(Tensor.view, flat.split(its.sizes), its.shapes))
             return self._read.pop((lane, number))
 
         return wait
@@ -154,7 +167,7 @@ class Messages:
         self._outbound = {peer: _Lane(schedule, self.rank, peer) for peer in neighbours}
         self._expected = {peer: deque(lane.number) for peer, lane in self._inbound.items()}
         engines = groups.pp.engines
-        self._wire: _Wire = _GroupWire(groups, message) if engines is None else _MailboxWire(engines, message)
+        self._wire: _Wire = _GroupWire(groups) if engines is None else _MailboxWire(engines, message)
         self._posted: dict[Place, Callable[[], Message]] = {}
         self._at_home: dict[Place, Message] = {}
         """Between chunks of the same rank."""
@@ -168,7 +181,9 @@ class Messages:
         # what the sender sends before has to be posted before: else this receive gets an earlier message
         while place not in self._posted:
             sent = expected.popleft()
-            self._posted[Place(place.rank, sent)] = self._wire.start_receive(lane, lane.number[sent])
+            self._posted[Place(place.rank, sent)] = self._wire.start_receive(
+                lane, lane.number[sent], self.message.of(sent.microbatch)
+            )
 
     def receive(self, action: Action) -> Message | None:
         """The input of ``action``; None where it has none."""
@@ -189,7 +204,7 @@ class Messages:
             # detached, as if it had travelled: the next chunk's backward ends here and sends its gradient on
             self._at_home[Place(self.rank, action)] = tuple(tensor.detach() for tensor in message)
             return
-        made, wanted = tuple(tuple(tensor.shape) for tensor in message), tuple(map(tuple, self.message.shapes))
+        made, wanted = tuple(tuple(tensor.shape) for tensor in message), self.message.of(action.microbatch).shapes
         dtypes = {tensor.dtype for tensor in message}
         if made != wanted or dtypes != {self.message.dtype}:
             raise ValueError(

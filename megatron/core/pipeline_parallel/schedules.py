@@ -81,7 +81,8 @@ def forward_backward_pipelining(
         seq_length: of the whole sequence, before context and sequence parallelism split it.
         micro_batch_size: sequences per micro-batch.
         options: ``loss_transform`` and ``collect_non_loss_data`` as without a pipeline; ``decoder_seq_length`` of a
-            model with two stacks, whose encoder has ``seq_length``.
+            model with two stacks, whose encoder has ``seq_length``; ``row_lengths``, where each micro-batch is one row
+            of sequences laid end to end: its tokens, at most ``seq_length * micro_batch_size``.
 
     Returns:
         One result per micro-batch on the last stage, nothing elsewhere.
@@ -98,7 +99,10 @@ def forward_backward_pipelining(
         options.get("collect_non_loss_data", False),
     )  # fmt: skip
     lengths = seq_length, options.get("decoder_seq_length")
-    messages = Messages(schedule, groups, message_shape(unwrapped(chunks[0]), groups, lengths, micro_batch_size))
+    shape = message_shape(unwrapped(chunks[0]), groups, lengths, micro_batch_size)
+    if (row_lengths := options.get("row_lengths")) is not None:
+        shape = of_rows(shape, row_lengths, seq_length)
+    messages = Messages(schedule, groups, shape)
     return _run(PipelineRun(schedule, groups.pp.rank, work, messages, lookahead=int(config.overlap_p2p_comm)))
 
 
@@ -136,6 +140,13 @@ def message_shape(
     if dist.get_backend(groups.pp_up.handle) == "nccl":
         device = torch.device("cuda", torch.cuda.current_device())
     return MessageShape(tuple(shapes), config.pipeline_dtype, device)
+
+
+def of_rows(shape: MessageShape, row_lengths: Sequence[int], seq_length: int) -> MessageShape:
+    """Hidden states [n, 1, h] of rows of ``row_lengths`` tokens in place of [s, b, h], split over as many ranks."""
+    ((local_length, batch, hidden),) = shape.shapes
+    lengths = tuple(length * local_length // seq_length for length in row_lengths)
+    return shape._replace(shapes=((local_length * batch, 1, hidden),), lengths=lengths)
 
 
 def get_forward_backward_func() -> Callable[..., list[MicroBatchResult]]:

@@ -43,9 +43,6 @@ def packed_rows_are_berts(cfg: PretrainConfig) -> Problems:
         fix = "--reset-attention-mask keeps documents apart" if cfg.model_family == "gpt" else "leave it out"
         yield problem(cfg, field, "lays samples of pretrain_bert.py end to end", fix)
         return
-    if cfg.pipeline_model_parallel_size > 1:
-        reason = "gives each micro-batch a length of its own, and stages exchange tensors of one shape"
-        yield problem(cfg, field, reason, "leave one of the two out")
     if cfg.attention_dropout:
         reason = "is for attention kernels that take documents of any length, and these drop no weights"
         yield problem(cfg, field, reason, "--attention-dropout 0")

@@ -47,6 +47,14 @@ class Task:
         whole global batch. Collective over data-parallel ranks."""
         return data_iterator
 
+    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
+        """The next ``number`` micro-batches of ``size`` samples, and the lengths that pipeline stages must know before
+        they read them: arguments of a forward-backward function."""
+        return {
+            "data_iterator": data_iterator, "num_microbatches": number, "micro_batch_size": size,
+            "seq_length": self.cfg.seq_length, "decoder_seq_length": self.cfg.decoder_seq_length,
+        }  # fmt: skip
+
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Tensor]:
         """The next micro-batch on this rank's device."""
         raise NotImplementedError

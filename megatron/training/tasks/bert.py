@@ -71,6 +71,22 @@ class BertTask(LanguageModelTask):
         # a part of the batch, not of the task: a CUDA graph reads the tensors that it was recorded with
         return iter([{**batch, "pair_weight": weight} for batch in batches])
 
+    def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
+        """With the length of each row of --use-packed-sequence where stages exchange them: all stages read all rows."""
+        arguments = super().micro_batches(data_iterator, number, size)
+        if self.cfg.use_packed_sequence and self.cfg.pipeline_model_parallel_size > 1:
+            batches = list(islice(data_iterator, number))
+            tokens = (int(batch["padding_mask"].sum()) for batch in batches)
+            whole = [math.ceil(each / self._row_multiple) * self._row_multiple for each in tokens]
+            arguments |= {"data_iterator": iter(batches), "row_lengths": whole}
+        return arguments
+
+    @property
+    def _row_multiple(self) -> int:
+        """What divides the length of a row that ranks share."""
+        cfg, cp = self.cfg, self.cfg.context_parallel_size
+        return cp * math.lcm(2 if cp > 1 else 1, cfg.tensor_model_parallel_size if cfg.sequence_parallel else 1)
+
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, counts (of which pairs the
         loss is added here), sample_index [b]; bounds of tokens and padding (``documents``), None without padding;
@@ -90,9 +106,7 @@ class BertTask(LanguageModelTask):
     def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
         """One row: sample_index and position_ids [1, n] of every token, ``first_tokens``, where this rank's tokens
         begin a sample, and is_random and counts of those samples."""
-        cfg, sequence = self.cfg, self.cfg.tensor_model_parallel_size if self.cfg.sequence_parallel else 1
-        cp = cfg.context_parallel_size
-        whole, documents = laid_end_to_end(batch, lengths, cp * math.lcm(2 if cp > 1 else 1, sequence))
+        whole, documents = laid_end_to_end(batch, lengths, self._row_multiple)
         row = get_batch_on_this_cp_rank(whole)
         document = row.pop("document")[0]
         row["first_tokens"] = (row["position_ids"][0] == 0).nonzero()[:, 0]

@@ -102,7 +102,7 @@ class CopyEngines:
         return num_bytes >= self._least_bytes
 
     def mailbox(self, num_bytes: int) -> Mailbox:
-        """The one for messages of this size; all ranks ask for it together."""
+        """The one for messages of at most this size; all ranks ask for it together."""
         if num_bytes not in self._mailboxes:
             self._mailboxes[num_bytes] = Mailbox(self.rank, self.size, num_bytes, self._open_window)
         return self._mailboxes[num_bytes]

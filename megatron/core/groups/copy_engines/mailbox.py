@@ -16,7 +16,7 @@ _ARRIVED, _TAKEN = 0, 1
 
 
 class Mailbox:
-    """For messages of ``num_bytes`` each; opened by all ranks of the group together.
+    """For messages of at most ``num_bytes`` each; opened by all ranks of the group together.
 
     Every rank receives in two lanes, each with a window of its own, so that a message which waits for a free slot holds
     up no other lane. Words: how many messages have arrived, and how many that this rank sent have been taken out.
@@ -55,6 +55,6 @@ class Mailbox:
         return _FROM_PREVIOUS if (source + 1) % self._size == target else _FROM_NEXT
 
     def _slot(self, rank: int, lane: int, number: int, like: Tensor) -> int:
-        if like.nbytes != self._num_bytes:
-            raise ValueError(f"a message of {like.nbytes} bytes; this mailbox is for {self._num_bytes}")
+        if like.nbytes > self._num_bytes:
+            raise ValueError(f"a message of {like.nbytes} bytes; this mailbox is for at most {self._num_bytes}")
         return self._lanes[lane].address(rank) + number % SLOTS * self._num_bytes

@@ -14,10 +14,12 @@ from megatron.core.pipeline_parallel.actions import Action
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
 from megatron.core.pipeline_parallel.schedule_plain import one_forward_one_backward
+from megatron.core.pipeline_parallel.schedules import of_rows
 
 SHAPES = ((4, 2, 3), (2, 2, 3))
 SCHEDULE = one_forward_one_backward(2, 2)
 CPU = torch.device("cpu")
+SHAPE = MessageShape(SHAPES, torch.float64, CPU)
 
 
 class Engines:
@@ -34,7 +36,7 @@ class Engines:
         self.sent[self.rank, target].append(x.clone())
 
     def receive(self, source, out):
-        out.copy_(self.sent[source, self.rank].popleft())
+        out.copy_(self.sent[source, self.rank].popleft().flatten())
 
 
 class Backend:
@@ -57,9 +59,9 @@ class Backend:
         return SimpleNamespace(wait=lambda: buffer.copy_(self.sent.pop((group, target, tag))))
 
 
-def ends(schedule=SCHEDULE, engines=None):
+def ends(schedule=SCHEDULE, engines=None, shape=SHAPE):
     """Messages of every rank; ``engines`` of each: None for sends and receives of torch.distributed."""
-    shape, all_ranks = MessageShape(SHAPES, torch.float64, CPU), tuple(range(10, 10 + schedule.num_ranks))
+    all_ranks = tuple(range(10, 10 + schedule.num_ranks))
     ranks = [
         dataclasses.replace(
             SINGLE_PROCESS, pp=Group("pp", all_ranks, rank, engines=engines and engines[rank]),
@@ -120,6 +122,22 @@ def test_mailboxes_hand_out_what_was_sent_in_the_senders_order(num_ranks):
             assert_equal(found, message(10 * number[place] + place.rank))
     for each in every:
         each.finish()
+
+
+@pytest.mark.parametrize("through_engines", [False, True])
+def test_micro_batches_have_lengths_of_their_own(monkeypatch, through_engines):
+    engines = engines_of(2) if through_engines else None
+    monkeypatch.setattr(p2p, "dist", Backend())
+    first, last = ends(engines=engines, shape=of_rows(MessageShape(((4, 2, 3),), torch.float64, CPU), [6, 16], 8))
+    rows = [torch.arange(3.0 * n, dtype=torch.float64).view(n, 1, 3) for n in (3, 8)]
+    for kind, sender, receiver in (("F", first, last), ("B", last, first)):
+        for number in range(2):
+            sender.send(Action(kind, 0, number), (rows[number],))
+        for number in (1, 0):
+            assert_equal(receiver.receive(Action(kind, 0, number)), (rows[number],))
+    assert engines is None or engines[0].sizes == [8 * 8 * 3] * 2
+    with pytest.raises(ValueError, match=r"made \(8, 1, 3\) torch.float64, but stages pass on \(3, 1, 3\)"):
+        first.send(Action("F", 0, 0), (rows[1],))
 
 
 def test_a_message_is_kept_until_it_has_been_sent(monkeypatch):

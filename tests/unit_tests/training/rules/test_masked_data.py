@@ -56,14 +56,12 @@ def test_a_length_is_named_as_it_was_given():
 
 @pytest.mark.parametrize("family, text, reason", [
     ("bert", "--attention-dropout 0.1", "drop no weights; --attention-dropout 0"),
-    ("bert", "--pipeline-model-parallel-size 2", "stages exchange tensors of one shape"),
     ("t5", "", "lays samples of pretrain_bert.py end to end"),
     ("gpt", "", "--reset-attention-mask keeps documents apart"),
 ])  # fmt: skip
 def test_rows_of_several_samples_are_for_some_runs(family, text, reason):
     flags = f"NullTokenizer --vocab-size 99 --mock-data --attention-dropout 0 --use-packed-sequence {text}"
-    world_size = 2 if "pipeline" in text else 1
-    (problem,) = (each for each in problems(family, WORDS + flags, world_size) if "packed" in each)
+    (problem,) = (each for each in problems(family, WORDS + flags) if "packed" in each)
     assert reason in problem
 
 

@@ -100,8 +100,8 @@ def test_messages_of_another_size_are_refused():
         address = copy = word
 
     box = Mailbox(0, 2, 48, lambda num_bytes, words: Nowhere())
-    with pytest.raises(ValueError, match="a message of 8 bytes; this mailbox is for 48"):
-        box.send(1, torch.empty(1, dtype=torch.float64))
+    with pytest.raises(ValueError, match="a message of 56 bytes; this mailbox is for at most 48"):
+        box.send(1, torch.empty(7, dtype=torch.float64))
 
 
 class NotingWindow:
