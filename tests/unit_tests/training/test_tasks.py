@@ -1,10 +1,15 @@
 """Tasks of BERT and T5: random samples have the form of the data sets', and a description counts what is built."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.tasks import language_model
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
 
@@ -50,3 +55,12 @@ def test_parameters_are_those_of_the_description(kind, folder):
     assert task.num_parameters() == sum(parameter.numel() for parameter in task.model_provider().parameters()) - (
         task.description().padding
     )
+
+
+def test_a_rank_has_one_chunk_of_every_round_of_stages(folder, monkeypatch):
+    task = make_task("bert", folder)
+    stages = [SimpleNamespace(branches=range(number, number + 1)) for number in range(6)]
+    monkeypatch.setattr(language_model, "pipeline_stages", lambda cfg, costs: stages)
+    groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1))
+    monkeypatch.setattr(language_model.parallel_state, "get_process_groups", lambda: groups)
+    assert [task.branches(chunk).start for chunk in range(3)] == [1, 3, 5]
