@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
-from megatron.core.models.bert import BertModel
+from megatron.core.models.bert import BertModel, heads
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
 from megatron.core.models.bert_description import describe_bert
 from megatron.core.models.common import language_module
@@ -248,3 +248,14 @@ def test_logits_are_gathered_where_they_are_asked_for_whole(monkeypatch):
     for parallel_output in (True, False):
         make("one loss, untied", parallel_output=parallel_output)[0](inputs()[0])
     assert gathered == ["tp"]
+
+
+def test_first_tokens_come_from_the_ranks_that_hold_them(monkeypatch):
+    config = TransformerConfig(**SIZES, tensor_model_parallel_size=3, sequence_parallel=True)
+    hidden, first_tokens, found = torch.randn(12, 1, 24), torch.tensor([0, 3, 4, 7, 11]), []
+    monkeypatch.setattr(heads, "reduce_from_tensor_model_parallel_region", lambda x, group: found.append(x) or x)
+    for rank in range(3):
+        pooler = heads.Pooler(config, dataclasses.replace(SINGLE_PROCESS, tp=Group("tp", (0, 1, 2), rank)))
+        own = hidden[4 * rank : 4 * rank + 4]
+        pooler(own), pooler(own, first_tokens)
+    assert torch.equal(sum(found[::2]), hidden[0]) and torch.equal(sum(found[1::2]), hidden[first_tokens, 0])
