@@ -242,7 +242,7 @@ def mean_loss(output):
 
 
 def masked_loss(batch, output):
-    """Of the words that count, and of the pairs where there are some."""
+    """Mean over the words that count, plus that over the pairs where there are some."""
     losses, pairs = output if isinstance(output, tuple) else (output, None)
     mask = batch["loss_mask"].float()
     loss = (losses.float() * mask).sum() / mask.sum()

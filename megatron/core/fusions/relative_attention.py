@@ -26,7 +26,7 @@ Tiling = tuple[int, int, int, int]
 TILINGS: Mapping[str, Tiling] = {
     "forward": (128, 64, 8, 3), "query": (128, 64, 8, 2), "keys": (64, 128, 8, 2)
 }  # fmt: skip
-"""Of forward and of each gradient."""
+"""The forward kernel's, and those of the kernels for gradients of queries and of keys."""
 _LARGEST = 2**28
 """Elements of dS at a time, where several rows have more."""
 

