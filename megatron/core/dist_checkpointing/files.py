@@ -1,16 +1,21 @@
-"""Reads small files that anybody may have put there: only regular ones, only up to a size."""
+"""Reads small files that anybody may have put there: only regular ones, only up to a size. Among them the tracker of a
+folder of checkpoints, which is that of Megatron-LM too."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 
 MAX_JSON = 2**30
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+MAX_TRACKER_BYTES = 4096
 
 
 def read_regular_file(path: str | os.PathLike, limit: int, *, follow: bool = False) -> bytes:
@@ -55,3 +60,29 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointDamagedError(f"{path}: not a table")
     return value
+
+
+def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, release: bool = False) -> str:
+    """``<path>/iter_0001000``, or ``<path>/release``."""
+    return os.path.join(checkpoints_path, RELEASE if release else f"iter_{iteration:07d}")
+
+
+def directory_of(folder: str | os.PathLike, which: int | str) -> str:
+    """The same of what :func:`read_tracker` returns."""
+    return get_checkpoint_name(folder, 0 if which == RELEASE else int(which), which == RELEASE)
+
+
+def read_tracker(folder: str | os.PathLike) -> int | str:
+    """The iteration that the tracker names, or ``"release"``.
+
+    Raises:
+        CheckpointError: it is empty, not a number, negative, or no small regular file.
+        FileNotFoundError: there is none.
+    """
+    path = Path(folder) / TRACKER
+    text = read_regular_file(path, MAX_TRACKER_BYTES, follow=True).decode("utf-8", errors="replace").strip()
+    if text == RELEASE:
+        return RELEASE
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration or 'release'")
+    return int(text)

@@ -17,21 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.dist_checkpointing.files import read_regular_file
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of, get_checkpoint_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.writer import TEMPORARY, Fault, no_fault, recover, write_file_atomically
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-MAX_TRACKER_BYTES = 4096
 _ITERATION = re.compile(r"iter_([0-9]{7}|[1-9][0-9]{7,17})")
-
-
-def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, release: bool = False) -> str:
-    """``<path>/iter_0001000``, or ``<path>/release``."""
-    return os.path.join(checkpoints_path, RELEASE if release else f"iter_{iteration:07d}")
 
 
 def saved_iterations(folder: str | os.PathLike) -> list[int]:
@@ -39,22 +31,6 @@ def saved_iterations(folder: str | os.PathLike) -> list[int]:
     names = [path.name for path in Path(folder).glob("iter_*")]
     matches = [_ITERATION.fullmatch(name) for name in names]
     return sorted({int(match[1]) for match in matches if match}, reverse=True)
-
-
-def read_tracker(folder: str | os.PathLike) -> int | str:
-    """The iteration that the tracker names, or ``"release"``.
-
-    Raises:
-        CheckpointError: it is empty, not a number, negative, or no small regular file.
-        FileNotFoundError: there is none.
-    """
-    path = Path(folder) / TRACKER
-    text = read_regular_file(path, MAX_TRACKER_BYTES, follow=True).decode("utf-8", errors="replace").strip()
-    if text == RELEASE:
-        return RELEASE
-    if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration or 'release'")
-    return int(text)
 
 
 def write_tracker(folder: str | os.PathLike, iteration: int, fault: Fault = no_fault) -> None:
@@ -107,20 +83,16 @@ def find_checkpoint(
     except CheckpointError as error:
         problem = str(error)
     if latest is not None:
-        if os.path.lexists(_directory(folder, latest)):
+        if os.path.lexists(directory_of(folder, latest)):
             found = _open(folder, latest)
             _report_newer(folder, found)
             return found
-        problem = f"{Path(folder) / TRACKER} names {_directory(folder, latest)}, which is not there"
+        problem = f"{Path(folder) / TRACKER} names {directory_of(folder, latest)}, which is not there"
     return _newest(folder, str(problem))
 
 
-def _directory(folder: str | os.PathLike, which: int | str) -> str:
-    return get_checkpoint_name(folder, 0 if which == RELEASE else int(which), which == RELEASE)
-
-
 def _open(folder: str | os.PathLike, which: int | str) -> Found:
-    directory, iteration = _directory(folder, which), 0 if which == RELEASE else int(which)
+    directory, iteration = directory_of(folder, which), 0 if which == RELEASE else int(which)
     try:
         manifest = read_manifest(directory)
     except CheckpointError as error:

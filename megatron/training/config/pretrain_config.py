@@ -18,8 +18,7 @@ from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
 from megatron.training.config.masked_data import MaskedDataConfig
 from megatron.training.config.network import ModelConfig
-from megatron.training.config.program import ProgramConfig
-from megatron.training.config.self_checks import SelfCheckConfig
+from megatron.training.config.program import ProgramConfig, SelfCheckConfig
 from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig
 

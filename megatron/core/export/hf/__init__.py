@@ -2,9 +2,9 @@
 
     settings, attention_settings   rules between config.json and the command line's settings
     layouts                        how a tensor of ours lies in theirs
-    family, registry               the table of a family, and all of them
+    family, registry               the table of a family, all of them, that of a folder
     conversion                     tensors made of each other, when they are read
-    config_file, reader, writer    folders
+    reader, writer                 folders
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load_hf_settings(folder: str | os.PathLike) -> dict[str, Any]:
     Raises:
         UserError: the family is not known, or a key has a value that no setting can represent.
     """
-    from megatron.core.export.hf.config_file import load_settings
+    from megatron.core.export.hf.registry import load_settings
 
     return load_settings(Path(folder))[1]
 

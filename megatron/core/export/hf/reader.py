@@ -14,9 +14,9 @@ import torch
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing.errors import listed
 from megatron.core.export.files import read_safetensors, read_shards
-from megatron.core.export.hf.config_file import CONFIG, GENERATION, load_settings
 from megatron.core.export.hf.conversion import expected, placements, to_ours
 from megatron.core.export.hf.family import Family, complete
+from megatron.core.export.hf.registry import CONFIG, GENERATION, load_settings
 from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor
 

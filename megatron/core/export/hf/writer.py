@@ -14,10 +14,9 @@ from megatron.core.dist_checkpointing.errors import CheckpointWriteError, listed
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import Target
-from megatron.core.export.hf.config_file import CONFIG, GENERATION
 from megatron.core.export.hf.conversion import Placement, placements, to_theirs
 from megatron.core.export.hf.family import complete, counters
-from megatron.core.export.hf.registry import family_for
+from megatron.core.export.hf.registry import CONFIG, GENERATION, family_for
 from megatron.core.export.hf.tokenizer_files import tokenizer_files
 from megatron.core.export.interchange import Interchange
 from megatron.core.sharding.lazy_tensor import LazyTensor

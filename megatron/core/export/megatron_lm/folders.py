@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import read_regular_file
-
-TRACKER = "latest_checkpointed_iteration.txt"
+from megatron.core.dist_checkpointing.files import TRACKER, directory_of, read_tracker
 
 
 def find_folder(folder: Path, step: int | None, marker: str) -> Path:
@@ -18,19 +16,13 @@ def find_folder(folder: Path, step: int | None, marker: str) -> Path:
     """
     if step is None and any(folder.glob(marker)):
         return folder
-    if step is None:
-        path = folder / TRACKER
-        try:
-            text = read_regular_file(path, 4096, follow=True).decode(errors="replace").strip()
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder}: no checkpoint of this format: neither {marker} nor {TRACKER}") from None
-        if text != "release" and not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise CheckpointError(f"{path} holds {text[:40]!r} instead of an iteration or 'release'")
-        name = text if text == "release" else f"iter_{int(text):07d}"
-    else:
-        name = f"iter_{step:07d}"
-    if not any((folder / name).glob(marker)):
+    try:
+        which = read_tracker(folder) if step is None else step
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no checkpoint of this format: neither {marker} nor {TRACKER}") from None
+    found = Path(directory_of(folder, which))
+    if not any(found.glob(marker)):
         raise CheckpointError(
-            f"{folder / name}: holds no {marker}: missing, of another format, or being written (.metadata is last)"
+            f"{found}: holds no {marker}: missing, of another format, or being written (.metadata is last)"
         )
-    return folder / name
+    return found

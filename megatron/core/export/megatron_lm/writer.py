@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file
 from megatron.core.export.interchange import Interchange
-from megatron.core.export.megatron_lm.folders import TRACKER
 from megatron.core.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
