@@ -50,15 +50,6 @@ class MegatronDataset(ABC):
         self.num_samples = num_samples
         self.index_split = index_split
         self.config = config
-        self.unique_identifiers = {
-            "class": type(self).__name__,
-            "dataset_path": dataset_path,
-            "num_samples": num_samples,
-            "index_split": index_split.name,
-            "random_seed": config.random_seed,
-            "sequence_length": config.sequence_length,
-            "split": config.split,
-        }
 
     @property
     def documents_are_a_range(self) -> bool:

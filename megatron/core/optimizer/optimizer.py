@@ -170,11 +170,6 @@ class MegatronOptimizer:
         return next(iter(self.model_params.values())).device
 
     @property
-    def main_params(self) -> dict[str, Tensor]:
-        """Exact values by name: live tensors, or copies of those that are kept in two parts."""
-        return {name: master.read() for name, master in self.masters.items()}
-
-    @property
     def step_count(self) -> int:
         """Updates made. Waits for the device."""
         return int(self._steps.item())

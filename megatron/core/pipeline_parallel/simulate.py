@@ -133,15 +133,3 @@ def peak_activations(schedule: Schedule, *, weight: Callable[[int], float] = lam
             peak = max(peak, alive)
         peaks.append(peak)
     return peaks
-
-
-def check_complete(schedule: Schedule) -> None:
-    """Every chunk runs every micro-batch exactly once, forward and, unless it only evaluates, backward."""
-    kinds = {action.kind for actions in schedule.actions for action in actions} | {"F"}
-    everything = {
-        Action(kind, chunk, m)  # type: ignore[arg-type]
-        for kind in kinds for chunk in range(schedule.num_chunks) for m in range(schedule.num_microbatches)
-    }  # fmt: skip
-    for rank, actions in enumerate(schedule.actions):
-        if len(actions) != len(everything) or set(actions) != everything:
-            raise AssertionError(f"schedule {schedule.name!r}: rank {rank} leaves out or repeats an action")

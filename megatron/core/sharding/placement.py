@@ -175,18 +175,14 @@ def data_parallel_groups(spec: ParameterSpec | None, groups: ProcessGroups) -> D
     return groups.expert if spec is not None and spec.is_expert else groups.dense
 
 
-def _splits(placement: Placement | Nested, group: Group) -> Iterator[tuple[int, int, int]]:
-    """(logical dim, pieces, this rank's piece) of each cut that a placement over an axis makes."""
-    if isinstance(placement, Shard):
-        yield placement.dim, group.size, group.rank
-    elif isinstance(placement, Nested):
+def _terms(placement: Placement | Nested | None, group: Group) -> Iterator[tuple[Placement, int, int]]:
+    """(placement, ranks, this rank's place) over an axis, or over each dim of the grid that it is seen as."""
+    if isinstance(placement, Nested):
         outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
-        for term, size, rank in (
-            (placement.outer, group.size // placement.inner_size, outer_rank),
-            (placement.inner, placement.inner_size, inner_rank),
-        ):
-            if isinstance(term, Shard):
-                yield term.dim, size, rank
+        yield placement.outer, group.size // placement.inner_size, outer_rank
+        yield placement.inner, placement.inner_size, inner_rank
+    else:
+        yield placement or Replicate(), group.size, group.rank
 
 
 def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
@@ -194,8 +190,10 @@ def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
     lengths = list(spec.stored)
     offsets = [0] * len(lengths) if spec.part is None else list(spec.part.rectangle.offsets)
     for axis, placement in spec.mesh.items():
-        for dim, pieces, index in _splits(placement, getattr(groups, axis)):
-            if lengths[dim] % pieces:
+        for term, pieces, index in _terms(placement, getattr(groups, axis)):
+            if not isinstance(term, Shard):
+                continue
+            if lengths[dim := term.dim] % pieces:
                 raise UserError(
                     f"dim {dim} of size {lengths[dim]} of a parameter with global shape {spec.shape} is not divisible "
                     f"by the {axis} size {pieces}"
@@ -207,10 +205,10 @@ def stored_rectangle(spec: ParameterSpec, groups: ProcessGroups) -> Rectangle:
 
 def distinct_shard(spec: ParameterSpec, axis: str, group: Group) -> tuple[int, int]:
     """(which shard this rank holds, how many different ones there are) over the ranks of an axis."""
-    placement = spec.mesh.get(axis)
     index, count = 0, 1
-    for _, pieces, piece in _splits(placement, group) if placement is not None else ():
-        index, count = index * pieces + piece, count * pieces
+    for term, pieces, piece in _terms(spec.mesh.get(axis), group):
+        if isinstance(term, Shard):
+            index, count = index * pieces + piece, count * pieces
     return index, count
 
 
@@ -224,17 +222,8 @@ def is_counted_here(spec: ParameterSpec | None, groups: ProcessGroups) -> bool:
     if spec is None:
         return all(getattr(groups, axis).rank == 0 for axis in DENSE_AXES)
     axes = EXPERT_AXES if spec.is_expert else DENSE_AXES
-    return spec.tied_to is None and all(_is_first_holder(spec, axis, getattr(groups, axis)) for axis in axes)
-
-
-def _is_first_holder(spec: ParameterSpec, axis: str, group: Group) -> bool:
-    placement = spec.mesh.get(axis)
-    if isinstance(placement, Nested):
-        outer_rank, inner_rank = divmod(group.rank, placement.inner_size)
-        return (isinstance(placement.outer, Shard) or outer_rank == 0) and (
-            isinstance(placement.inner, Shard) or inner_rank == 0
-        )
-    return isinstance(placement, Shard) or group.rank == 0
+    terms = (term for axis in axes for term in _terms(spec.mesh.get(axis), getattr(groups, axis)))
+    return spec.tied_to is None and all(isinstance(placement, Shard) or rank == 0 for placement, _, rank in terms)
 
 
 def global_name(name: str, spec: ParameterSpec | None) -> str:

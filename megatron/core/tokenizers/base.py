@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -97,11 +96,6 @@ class Tokenizer(ABC):
     cls = _role("cls", "BERT's classification token.")
     sep = _role("sep", "BERT's separator.")
     mask = _role("mask", "BERT's mask.")
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, object]:
-        """Equal for tokenizers that give equal ids; part of the key of index caches."""
-        return OrderedDict(tokenizer_type=self.tokenizer_type, fingerprint=self.fingerprint, vocab_size=self.vocab_size)
 
 
 def sentinel_names(count: int) -> list[str]:

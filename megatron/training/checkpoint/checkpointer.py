@@ -21,6 +21,7 @@ from torch import nn
 from megatron.core.dist_checkpointing import writer
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import from_first_rank
+from megatron.core.dist_checkpointing.files import get_checkpoint_name, read_tracker
 from megatron.core.dist_checkpointing.manifest import ASSET_NAME, FORMAT
 from megatron.core.dist_checkpointing.writer import Blocks, Fault, host_blocks, no_fault, remove_leftovers
 from megatron.core.distributed import unwrapped
@@ -28,14 +29,7 @@ from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.schedules.learning_rate import OptimizerParamScheduler
 from megatron.training.checkpoint.background import BackgroundWriter
-from megatron.training.checkpoint.files import (
-    alternative,
-    delete_checkpoint,
-    get_checkpoint_name,
-    read_tracker,
-    saved_iterations,
-    write_tracker,
-)
+from megatron.training.checkpoint.files import alternative, delete_checkpoint, saved_iterations, write_tracker
 from megatron.training.checkpoint.history import fast_folder, identity, set_aside
 from megatron.training.checkpoint.live_state import LiveState
 from megatron.training.checkpoint.loading import Loading, find_start

@@ -24,7 +24,6 @@ from megatron.core.export.megatron_lm.splits import join_ranks
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
-_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _LAYER = re.compile(r"^((?:module\.)?(?:language_model\.)?(encoder|decoder|transformer)\.layers\.)(\d+)(\..*)$")
 _EXPERT = re.compile(r"(.*\.mlp\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))(\d+)(.*)$")
 Named = dict[str, LazyTensor]

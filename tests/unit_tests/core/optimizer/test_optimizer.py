@@ -127,9 +127,9 @@ def test_steps_are_bit_reproducible():
 def test_bf16_keeps_updates_that_bf16_weights_would_lose():
     net = network(torch.bfloat16)
     optimizer = get_megatron_optimizer(settings(lr=1e-5, bf16=True), [ddp := wrapped(net)])
-    start = optimizer.main_params["0.weight"].detach().clone()
+    start = optimizer.masters["0.weight"].read().detach().clone()
     train(ddp, optimizer, 3)
-    main = optimizer.main_params["0.weight"]
+    main = optimizer.masters["0.weight"].read()
     assert main.dtype == torch.float32 and not torch.equal(start, main)
     assert torch.equal(net[0].weight, main.bfloat16())
 
@@ -280,7 +280,7 @@ def test_new_weights_reach_the_main_copies():
     with torch.no_grad():
         net[0].weight.fill_(3.0)
     optimizer.reload_model_params()
-    assert optimizer.main_params["0.weight"].unique().tolist() == [3.0]
+    assert optimizer.masters["0.weight"].read().unique().tolist() == [3.0]
 
 
 def test_a_state_with_a_loss_scale_is_for_any_optimizer():

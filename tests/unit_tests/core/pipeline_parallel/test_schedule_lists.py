@@ -9,16 +9,22 @@ from megatron.core.pipeline_parallel.choose import choose_schedule
 from megatron.core.pipeline_parallel.schedule_interleaved import group_sizes, interleaved
 from megatron.core.pipeline_parallel.schedule_plain import forward_only, one_forward_one_backward, without_pipeline
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble, zero_bubble_h2
-from megatron.core.pipeline_parallel.simulate import (
-    DeadlockError,
-    check_complete,
-    peak_activations,
-    simulate,
-    unit_costs,
-)
+from megatron.core.pipeline_parallel.simulate import DeadlockError, peak_activations, simulate, unit_costs
 
 RANKS, CHUNKS, MICROBATCHES = st.integers(1, 6), st.integers(1, 4), st.integers(1, 24)
 MANY = settings(max_examples=250, deadline=None)
+
+
+def check_complete(schedule):
+    """Every chunk runs every micro-batch exactly once, forward and, unless it only evaluates, backward."""
+    kinds = {action.kind for actions in schedule.actions for action in actions} | {"F"}
+    everything = {
+        Action(kind, chunk, m)
+        for kind in kinds for chunk in range(schedule.num_chunks) for m in range(schedule.num_microbatches)
+    }  # fmt: skip
+    for rank, actions in enumerate(schedule.actions):
+        if len(actions) != len(everything) or set(actions) != everything:
+            raise AssertionError(f"schedule {schedule.name!r}: rank {rank} leaves out or repeats an action")
 
 
 def check(schedule):
