@@ -68,7 +68,7 @@ def get_checkpoint_name(checkpoints_path: str | os.PathLike, iteration: int, rel
 
 
 def directory_of(folder: str | os.PathLike, which: int | str) -> str:
-    """The same of what :func:`read_tracker` returns."""
+    """The path of the checkpoint that :func:`read_tracker` found named."""
     return get_checkpoint_name(folder, 0 if which == RELEASE else int(which), which == RELEASE)
 
 
