@@ -28,7 +28,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.export.files import Target
 from megatron.core.export.hf import save_hf
-from megatron.core.export.interchange import Interchange
+from megatron.core.export.interchange import COUNTER, Interchange, with_counters
 from megatron.core.export.megatron_lm import save_megatron_torch_dist
 from megatron.core.export.native import save_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -145,10 +145,11 @@ def completed(source: Interchange, flags: list[str], loader: str, where: str) ->
 
 
 def cast(name: str, tensor: LazyTensor, dtype: str | None) -> LazyTensor:
-    """Weights in another kind of number; the optimizer's state as it is."""
+    """Weights in another kind of number; the optimizer's state, counters and the bias of experts, which is fp32 in
+    every model, as they are."""
     import torch
 
-    if dtype is None or not name.startswith("model."):
+    if dtype is None or not name.startswith("model.") or name.endswith((COUNTER, "expert_bias")):
         return tensor
     kind = getattr(torch, DTYPES[dtype])
     return LazyTensor(tensor.shape, kind, lambda: tensor.read().to(kind))
@@ -169,7 +170,7 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
     watched = dataclasses.replace(source, tensors=progress.watch(source.tensors))
     try:
         if saver == "native":
-            write_native(watched, target, max_bytes)
+            write_native(dataclasses.replace(watched, tensors=with_counters(watched.tensors)), target, max_bytes)
         elif saver == "safetensors":
             save_safetensors(watched, target, max_file_bytes=max_bytes)
         elif saver == "hf":

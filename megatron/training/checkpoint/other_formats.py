@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped
 from megatron.core.export.hf import load_hf, load_hf_settings
-from megatron.core.export.interchange import Interchange
+from megatron.core.export.interchange import COUNTER, Interchange, differences
 from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.optimizer import MegatronOptimizer
@@ -102,35 +102,20 @@ def check_tensors(
     Raises:
         CheckpointError: every difference, with the name and what was expected.
     """
-    problems = list(_differences(tensors, expected))
     kinds = dict.fromkeys(name.split(".")[1] for name in tensors if name.startswith("optimizer."))
-    for prefix in (f"optimizer.{kind}." for kind in kinds):
-        state = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        trained = {name: shape for name, shape in expected.items() if not name.endswith(".expert_bias")}
-        problems += _differences(state, {prefix + name[len("model.") :]: shape for name, shape in trained.items()})
-    known = ("model.", "optimizer.")
-    problems += [f"{name} is no name of a model's tensor" for name in tensors if not name.startswith(known)]
+    trained = {name[len("model.") :]: shape for name, shape in expected.items() if not name.endswith(".expert_bias")}
+    state = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}
+    problems = differences(tensors, {**expected, **state})
+    problems += [
+        f"{name} holds {tensor.dtype}, expected floating point" for name, tensor in tensors.items()
+        if not tensor.dtype.is_floating_point and not name.endswith(COUNTER)
+    ]  # fmt: skip
     if problems:
         first = listed(problems, "; ")
         raise CheckpointError(
             f"{where} does not fit the model that its settings and the flags describe ({len(problems)} problems):"
             f" {first}{_hint(tensors, expected)}"
         )
-
-
-def _differences(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Problems with the names that begin as the expected ones do (``model.``, ``optimizer.``)."""
-    stem = next(iter(expected)).split(".")[:1]
-    found = {name: tensor for name, tensor in tensors.items() if name.split(".")[:1] == stem}
-    problems = [f"{name} is missing, expected {list(expected[name])}" for name in expected if name not in found]
-    for name, tensor in found.items():
-        if name not in expected and (stem == ["model"] or not name.startswith("model.")):
-            problems.append(f"{name} {list(tensor.shape)} is not expected")
-        elif name in expected and tuple(tensor.shape) != expected[name]:
-            problems.append(f"{name} has shape {list(tensor.shape)}, expected {list(expected[name])}")
-        elif not tensor.dtype.is_floating_point:
-            problems.append(f"{name} holds {tensor.dtype}, expected floating point")
-    return problems
 
 
 def _hint(tensors: Mapping[str, LazyTensor], expected: Mapping[str, tuple[int, ...]]) -> str:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megatron.core.config.transformer_config import TransformerConfig
-from megatron.core.export.hf.family import Family, counters, transformer_config
+from megatron.core.export.hf.family import Family, transformer_config
 from megatron.core.export.hf.layouts import Layout
+from megatron.core.export.interchange import with_counters
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 
@@ -95,11 +96,7 @@ def _parts(name: str, shape: tuple[int, ...], layout: Layout, config: Transforme
 
 def to_ours(plan: Sequence[Placement], found: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Our tensors, under ``model.…``, of theirs, which must all be there in the right shapes."""
-    tensors = {f"model.{each.name}": _merged(each, found) for each in plan}
-    for name, shape in counters({each.name: each.shape for each in plan}).items():
-        zeros = torch.zeros(shape, dtype=torch.int64)
-        tensors[f"model.{name}"] = LazyTensor.of(zeros)
-    return tensors
+    return with_counters({f"model.{each.name}": _merged(each, found) for each in plan})
 
 
 def _merged(placement: Placement, found: Mapping[str, LazyTensor]) -> LazyTensor:

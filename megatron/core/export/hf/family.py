@@ -213,9 +213,3 @@ def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], 
             if param.name.endswith("router.weight") and settings["moe_router_enable_expert_bias"]:
                 shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
     return shapes, model.settings
-
-
-def counters(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Integer buffers that a model of ours begins at zero and that exist nowhere else."""
-    routers = [name for name in shapes if name.endswith("router.weight")]
-    return {name.replace("router.weight", "router.last_choices"): (shapes[name][0],) for name in routers}

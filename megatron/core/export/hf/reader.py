@@ -17,7 +17,7 @@ from megatron.core.export.files import read_safetensors, read_shards
 from megatron.core.export.hf.conversion import expected, placements, to_ours
 from megatron.core.export.hf.family import Family, complete
 from megatron.core.export.hf.registry import CONFIG, GENERATION, load_settings
-from megatron.core.export.interchange import Interchange
+from megatron.core.export.interchange import Interchange, differences
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 TOKENIZER = (
@@ -136,18 +136,11 @@ def _check(
         if same is not None or (unused and re.fullmatch(unused, name)):
             del found[name]
             left_out += [] if name in copies else [name]
-    problems = []
-    for name, shape in wanted.items():
-        if name not in found:
-            is_head = name.rpartition(".")[0] == family.weights["output_layer"]
-            hint = " (config.json says that the embedding is not tied)" if is_head else ""
-            problems.append(f"{name} {list(shape)} is missing{hint}")
-        elif found[name].shape != shape:
-            problems.append(f"{name} has shape {list(found[name].shape)}, config.json makes it {list(shape)}")
-    problems += [f"{name} has no place in {family.model_type}" for name in sorted(found.keys() - wanted.keys())]
-    if problems:
-        first = listed(problems, "; ")
-        raise UserError(f"{folder}: weights and config.json do not fit ({len(problems)} problems): {first}")
+    if problems := differences(found, wanted):
+        head = f"{family.weights['output_layer']}.weight"
+        hint = f"; config.json says that {head} is not tied" if head in wanted.keys() - found.keys() else ""
+        said = f"{len(problems)} problems{hint}"
+        raise UserError(f"{folder}: weights and config.json do not fit ({said}): {listed(problems, '; ')}")
     return left_out
 
 

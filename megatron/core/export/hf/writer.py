@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from megatron.core.dist_checkpointing.errors import CheckpointWriteError, listed
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import Target
-from megatron.core.export.hf.conversion import Placement, placements, to_theirs
-from megatron.core.export.hf.family import complete, counters
+from megatron.core.export.hf.conversion import placements, to_theirs
+from megatron.core.export.hf.family import complete
 from megatron.core.export.hf.registry import CONFIG, GENERATION, family_for
 from megatron.core.export.hf.tokenizer_files import tokenizer_files
-from megatron.core.export.interchange import Interchange
+from megatron.core.export.interchange import Interchange, differences
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 EMBEDDING = "model.embedding.word_embeddings.weight"
@@ -37,7 +36,9 @@ def save(
     settings = complete({**model.settings, "vocab_size": model.tensors[EMBEDDING].shape[0]})
     chosen = family_for(settings, before.get("model_type"), only=family)
     plan = placements(chosen, settings)
-    _check(plan, model.tensors)
+    weights = {name: tensor for name, tensor in model.tensors.items() if name.startswith("model.")}
+    if problems := differences(weights, {f"model.{each.name}": each.shape for each in plan}):
+        raise UserError(f"weights and settings do not fit ({len(problems)} problems): {listed(problems, '; ')}")
     tensors = {name: _stored(name, tensor, dtype) for name, tensor in to_theirs(plan, model.tensors).items()}
     tensors |= {name: tensors[same] for name, same in chosen.copies(settings).items()}
     kind = dtype or model.tensors[EMBEDDING].dtype
@@ -71,18 +72,3 @@ def _stored(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> LazyTen
     if dtype is None or name.endswith("correction_bias"):
         return tensor
     return replace(tensor, dtype=dtype, read=lambda: tensor.read().to(dtype))
-
-
-def _check(plan: list[Placement], tensors: Mapping[str, LazyTensor]) -> None:
-    wanted = {f"model.{each.name}": each.shape for each in plan}
-    extra = {f"model.{name}" for name in counters({each.name: each.shape for each in plan})}
-    problems = [f"{name} {list(shape)} is missing" for name, shape in wanted.items() if name not in tensors]
-    problems += [
-        f"{name} has shape {list(tensors[name].shape)}, the settings make it {list(shape)}"
-        for name, shape in wanted.items() if name in tensors and tensors[name].shape != shape
-    ]  # fmt: skip
-    weights = {name for name in tensors if name.startswith("model.")}
-    problems += [f"{name} has no place there" for name in sorted(weights - wanted.keys() - extra)]
-    if problems:
-        first = listed(problems, "; ")
-        raise UserError(f"weights and settings do not fit ({len(problems)} problems): {first}")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
-from megatron.core.export.interchange import Interchange
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
+from megatron.core.export.interchange import Interchange, differences
 from megatron.core.export.megatron_lm import names as table
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -102,17 +102,11 @@ def _complete(tensors: Mapping[str, LazyTensor], settings: Mapping[str, Any], wh
         count = settings.get("decoder_num_layers" if (family, stack) == ("t5", "decoder") else "num_layers")
         if layers != list(range(count if isinstance(count, int) else len(layers))):
             raise CheckpointError(f"{where}: holds layers {layers}, its arguments say {count}")
-    problems: list[str] = []
     kinds = sorted({name.split(".")[1] for name in tensors if name.startswith("optimizer.")})
-    for kind in kinds:
-        for name, weight in weights.items():
-            state = tensors.get(f"optimizer.{kind}.{name}")
-            if state is None and not name.endswith("expert_bias"):
-                problems.append(f"{kind} of {name} is missing")
-            elif state is not None and state.shape != weight.shape:
-                problems.append(f"{kind} of {name} has shape {list(state.shape)}, expected {list(weight.shape)}")
-    if problems:
-        raise CheckpointError(f"{where}: {'; '.join(problems[:20])}")
+    trained = {name: weight.shape for name, weight in weights.items() if not name.endswith("expert_bias")}
+    wanted = {f"optimizer.{kind}.{name}": shape for kind in kinds for name, shape in trained.items()}
+    if problems := differences({name: tensors[name] for name in wanted if name in tensors}, wanted):
+        raise CheckpointError(f"{where}: {listed(problems, '; ')}")
     return [] if kinds else ["it holds no optimizer state: give --no-load-optim or --finetune"]
 
 

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.dist_checkpointing.files import TRACKER
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file
-from megatron.core.export.interchange import Interchange
+from megatron.core.export.interchange import COUNTER, Interchange
 from megatron.core.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
@@ -163,7 +163,7 @@ def _stacked(interchange: Interchange) -> dict[str, list[_Piece]]:
 
 def _their_piece(prefix: str, name: str, tensor: LazyTensor, interchange: Interchange) -> dict[str, _Piece]:
     """A tensor under their name and in their shape; nothing for statistics that only we keep."""
-    if name.endswith("router.last_choices"):
+    if name.endswith(COUNTER):
         return {}
     match = _LAYER_NUMBER.fullmatch(name)
     experts = match is not None and f"model.decoder.layers.{match[2]}.mlp.router.weight" in interchange.tensors

@@ -12,7 +12,7 @@ import torch
 from megatron.core.config.errors import UserError
 from megatron.core.dist_checkpointing import CheckpointReader
 from megatron.core.export.files import Target, read_safetensors
-from megatron.core.export.hf import load_hf
+from megatron.core.export.hf import load_hf, save_hf
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.native import load_native, load_safetensors, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -22,6 +22,7 @@ from tools.checkpoint import convert, formats
 ROOT = Path(__file__).resolve().parents[4]
 QUERY = "model.decoder.layers.0.self_attention.linear_qkv.weight"
 OUTPUT = "model.output_layer.weight"
+EXPERTS = ("--num-experts", "4", "--moe-router-topk", "2")
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,34 @@ def test_every_pair_of_formats_keeps_every_bit(folders, tmp_path, loader, saver)
     kind, found = formats.open_checkpoint(str(tmp_path / "out"), "auto")
     assert kind == saver
     assert values(found) == values(load_hf(folders / "hf"))
+
+
+def test_a_model_with_experts_keeps_every_bit_and_gets_the_counters_that_others_lack(tmp_path):
+    sigmoid = ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
+    model = random_model([*LLAMA, *EXPERTS, *sigmoid], 64)
+    with Target(tmp_path / "start") as target:
+        save_safetensors(model, target)
+        target.publish()
+    folder = converted(tmp_path / "start", tmp_path / "native", "native")
+    counter = "model.decoder.layers.1.mlp.router.last_choices"
+    for saver in ("megatron_torch_dist", "native", "safetensors", "native"):
+        folder = converted(folder, folder / saver, saver)
+        found = formats.open_checkpoint(folder, saver)[1]
+        read = {name: tensor.read() for name, tensor in found.tensors.items()}
+        assert all(torch.equal(read[name], tensor.read()) for name, tensor in model.tensors.items())
+        assert (counter in read) == (saver != "megatron_torch_dist")
+    half = formats.open_checkpoint(converted(folder, tmp_path / "half", "native", "--dtype", "bf16"), "native")[1]
+    assert half.tensors[counter].dtype == torch.int64 and half.tensors[QUERY].dtype == torch.bfloat16
+    assert half.tensors["model.decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
+
+
+def test_mixtral_comes_over_and_goes_back(tmp_path):
+    save_hf(random_model([*LLAMA, *EXPERTS], 64), tmp_path / "hf")
+    folder = converted(tmp_path / "hf", tmp_path / "native", "native")
+    back = converted(folder, tmp_path / "back", "hf")
+    assert (back / "model.safetensors").read_bytes() == (tmp_path / "hf" / "model.safetensors").read_bytes()
+    assert load_native(folder / "release").tensors["model.decoder.layers.0.mlp.router.last_choices"].shape == (4,)
+
 
 
 def test_a_release_has_checksums_a_tracker_and_all_settings_of_the_model(folders):
