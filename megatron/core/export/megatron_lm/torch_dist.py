@@ -48,18 +48,42 @@ class _Stored:
     original: tuple[int, ...] | None = None
     """The tensor's shape, where ``shape`` counts the parts along each dimension, with one flat part at the end."""
 
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self.shape if self.original is None else self.original
+
     def read(self, wanted: Rectangle) -> Tensor:
-        """A rectangle of it."""
+        """A rectangle of the tensor."""
+        if self.original is None:
+            return self._stored(wanted)
+        *counts, flat = self.shape
+        local = tuple(total // count for total, count in zip(self.original, counts))
         out = torch.empty(wanted.lengths, dtype=self.dtype)
-        for piece, place in self.pieces.items():
-            shared = piece.intersect(wanted)
-            if shared is not None:
-                shared.of(out, wanted.offsets).copy_(shared.of(self._piece(piece, place), piece.offsets))
+        for index in itertools.product(*map(range, counts)):
+            part = Rectangle(tuple(i * n for i, n in zip(index, local)), local)
+            if (shared := part.intersect(wanted)) is not None:
+                values = self._stored(Rectangle((*index, 0), (*(1,) * len(counts), flat))).reshape(local)
+                shared.of(out, wanted.offsets).copy_(shared.of(values, part.offsets))
         return out
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """``[start:stop]`` of its first dimension."""
-        return self.read(Rectangle((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:])))
+        return self.read(Rectangle((start, *(0,) * (len(self.whole) - 1)), (stop - start, *self.whole[1:])))
+
+    def lazy(self, layer: int | None = None) -> LazyTensor:
+        """It, or one entry of its first dimension."""
+        if layer is None:
+            return LazyTensor(self.whole, self.dtype, partial(self.read, Rectangle.whole(self.whole)), self.read_rows)
+        return LazyTensor(self.whole[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
+
+    def _stored(self, wanted: Rectangle) -> Tensor:
+        """A rectangle of what the pieces make up."""
+        out = torch.empty(wanted.lengths, dtype=self.dtype)
+        for piece, place in self.pieces.items():
+            if (shared := piece.intersect(wanted)) is not None:
+                shared.of(out, wanted.offsets).copy_(shared.of(self._piece(piece, place), piece.offsets))
+        return out
 
     def _piece(self, piece: Rectangle, place: tuple[Path, int, int]) -> Tensor:
         value = read_archive(*place)
@@ -69,34 +93,6 @@ class _Stored:
                 f"{place[0]}: {self.name} is {found} at byte {place[1]}, expected {piece.lengths} {self.dtype}"
             )
         return value.read()
-
-    def read_original(self, first: int | None) -> Tensor:
-        """The whole tensor out of flat parts; only the entry ``first`` of its first dimension, if that is not None."""
-        assert self.original is not None
-        parts = self.shape[:-1]
-        local = tuple(total // count for total, count in zip(self.original, parts))
-        shape = self.original if first is None else (1, *self.original[1:])
-        out = torch.empty(shape, dtype=self.dtype)
-        for index in itertools.product(*(range(count) for count in parts)):
-            if first is not None and not index[0] * local[0] <= first < (index[0] + 1) * local[0]:
-                continue
-            flat = self.read(Rectangle((*index, 0), (*(1,) * len(parts), self.shape[-1]))).reshape(local)
-            start = 0 if first is None else first - index[0] * local[0]
-            flat = flat if first is None else flat[start : start + 1]
-            places = [i * n for i, n in zip(index, local)]
-            Rectangle((*(places if first is None else (0, *places[1:])),), tuple(flat.shape)).of(out).copy_(flat)
-        return out
-
-    def lazy(self, layer: int | None = None) -> LazyTensor:
-        """It, or one entry of its first dimension."""
-        shape = self.original or self.shape
-        if layer is None:
-            if self.original:
-                return LazyTensor(shape, self.dtype, partial(self.read_original, None))
-            return LazyTensor(shape, self.dtype, partial(self.read, Rectangle.whole(shape)), self.read_rows)
-        if self.original:
-            return LazyTensor(shape[1:], self.dtype, lambda: self.read_original(layer)[0])
-        return LazyTensor(shape[1:], self.dtype, lambda: self.read_rows(layer, layer + 1)[0])
 
 
 @dataclass
@@ -168,7 +164,7 @@ def _add(named: dict[str, LazyTensor], name: str, stored: _Stored) -> None:
     if match is None:
         named[name] = stored.lazy()
         return
-    for layer in range((stored.original or stored.shape)[0]):
+    for layer in range(stored.whole[0]):
         named[f"{match[1]}.{layer}.{match[2]}"] = stored.lazy(layer)
 
 
