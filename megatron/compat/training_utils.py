@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.runtime import unwrapped
 from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.initialize import training_device
@@ -113,6 +114,5 @@ def get_ltor_masks_and_position_ids(
 def unwrap_model(model: nn.Module | list[nn.Module]) -> nn.Module | list[nn.Module]:
     """The module inside data-parallel wrappers."""
     if isinstance(model, list):
-        return [unwrap_model(chunk) for chunk in model]  # type: ignore[misc]
-    inner = getattr(model, "module", None)
-    return unwrap_model(inner) if isinstance(inner, nn.Module) else model
+        return [unwrapped(chunk) for chunk in model]
+    return unwrapped(model)

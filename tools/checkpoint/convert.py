@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of
 from megatron.core.export.files import Target
 from megatron.core.export.hf import save_hf
 from megatron.core.export.interchange import COUNTER, Interchange, with_counters
@@ -33,7 +34,6 @@ from megatron.core.export.megatron_lm import save_megatron_torch_dist
 from megatron.core.export.native import save_native, save_safetensors
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.training.arguments import config_to_dict, parse_args, validate_args
-from megatron.training.checkpoint.files import TRACKER
 from megatron.training.checkpoint.other_formats import (
     MODEL,
     check_tensors,
@@ -191,18 +191,16 @@ def write(source: Interchange, cfg: PretrainConfig, saver: str, target: Target, 
 def write_native(source: Interchange, target: Target, max_bytes: int) -> None:
     """One checkpoint with its tracker: ``iter_…`` where there is training state, else ``release``."""
     objects: dict[str, Any] = {"tokenizer": None, "versions": software_versions(), **source.objects}
-    settings = source.settings
-    release = "train_state" not in objects
-    name = "release" if release else f"iter_{objects['iteration']:07d}"
-    settings = {**settings, **own_tokenizer(source, target.final / name)}
+    which = objects["iteration"] if "train_state" in objects else RELEASE
+    name = Path(directory_of(target.final, which)).name
+    settings = {**source.settings, **own_tokenizer(source, target.final / name)}
     run = [each for each in settings if each not in MODEL]
     objects["args"] = {**settings, "explicit": settings.get("explicit", sorted(run))}
     objects["args"] = json.loads(json.dumps(objects["args"]))
-    if wrong := malformed(objects, release=release):
+    if wrong := malformed(objects, release=which == RELEASE):
         raise CheckpointError(f"cannot be continued from: {'; '.join(wrong)}; --no-optimizer takes the weights alone")
     save_native(source, target, name, objects, max_file_bytes=max_bytes)
-    tracker = "release" if release else str(objects["iteration"])
-    (target.folder / TRACKER).write_text(tracker)
+    (target.folder / TRACKER).write_text(str(which))
 
 
 def own_tokenizer(source: Interchange, folder: Path) -> dict[str, str]:

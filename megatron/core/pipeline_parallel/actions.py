@@ -63,15 +63,14 @@ class Schedule:
 
     def source(self, rank: int, action: Action) -> Place | None:
         """The action whose result this one receives (it may run on the same rank); None for none."""
-        step = {"F": -1, "B": 1, "W": 0}[action.kind]
-        stage = self.stage(rank, action.chunk) + step
-        if step == 0 or not 0 <= stage < self.num_stages:
-            return None
-        return Place(stage % self.num_ranks, action._replace(chunk=stage // self.num_ranks))
+        return self._neighbour(rank, action, {"F": -1, "B": 1, "W": 0}[action.kind])
 
     def target(self, rank: int, action: Action) -> Place | None:
         """The action that receives the result of this one."""
-        step = {"F": 1, "B": -1, "W": 0}[action.kind]
+        return self._neighbour(rank, action, {"F": 1, "B": -1, "W": 0}[action.kind])
+
+    def _neighbour(self, rank: int, action: Action, step: int) -> Place | None:
+        """The same action ``step`` stages further on; None for no step, and beyond the ends."""
         stage = self.stage(rank, action.chunk) + step
         if step == 0 or not 0 <= stage < self.num_stages:
             return None

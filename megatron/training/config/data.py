@@ -1,4 +1,4 @@
-"""Which data, how it is split into sequences, and how it is loaded."""
+"""Which data, how it is split into sequences, how it is loaded, and which of its words are masked."""
 
 from __future__ import annotations
 
@@ -87,3 +87,18 @@ class DataConfig:
 
     allow_ambiguous_pad_tokens: bool = False
     """Do not mask padding in the loss when its id is also an ordinary token's, such as end of document."""
+
+
+@dataclass(kw_only=True)
+class MaskedDataConfig:
+    """Masked words"""
+
+    mask_prob: Annotated[float, Range(0, 1, above=True, below=True)] = 0.15
+    """Share of a sample's tokens that are masked (pretrain_bert.py) or replaced by sentinels (pretrain_t5.py)."""
+
+    short_seq_prob: Annotated[float, Range(0, 1)] = 0.1
+    """Share of samples that are made shorter than they could be (pretrain_bert.py, pretrain_t5.py)."""
+
+    use_packed_sequence: bool = False
+    """Lay the samples of a micro-batch end to end in one row, without padding; attention keeps them apart
+    (pretrain_bert.py)."""

@@ -57,3 +57,20 @@ class ModelConfig:
 
     bert_binary_head: bool = flag("--bert-no-binary-head", default=True)
     """Train without pairs of texts, whose order the binary head tells, and types of tokens (pretrain_bert.py)."""
+
+
+@dataclass(kw_only=True)
+class EncoderDecoderConfig:
+    """Encoder and decoder (pretrain_t5.py)"""
+
+    decoder_num_layers: Layers = flag()
+    """Decoder layers; default: as many as the encoder has."""
+
+    decoder_seq_length: Dim = flag()
+    """Tokens of the decoder per sample. Required by pretrain_t5.py."""
+
+    relative_attention_num_buckets: Annotated[int, Range(4, 65536)] = 32
+    """Distances that --position-embedding-type relative tells apart; even."""
+
+    relative_attention_max_distance: Dim = 128
+    """Distance from which on all are alike; more than half of the buckets."""

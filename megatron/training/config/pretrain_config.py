@@ -11,13 +11,11 @@ from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationC
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.config.transformer_config import ModelSettings
 from megatron.training.config.checkpointing import CheckpointConfig
-from megatron.training.config.data import DataConfig
+from megatron.training.config.data import DataConfig, MaskedDataConfig
 from megatron.training.config.distributed import DistributedConfig
-from megatron.training.config.encoder_decoder import EncoderDecoderConfig
 from megatron.training.config.learning_rate import LearningRateConfig
 from megatron.training.config.logging import LoggingConfig
-from megatron.training.config.masked_data import MaskedDataConfig
-from megatron.training.config.network import ModelConfig
+from megatron.training.config.network import EncoderDecoderConfig, ModelConfig
 from megatron.training.config.program import ProgramConfig, SelfCheckConfig
 from megatron.training.config.training import ProfilingConfig, TrainingConfig
 from megatron.training.config.validation import ValidationConfig

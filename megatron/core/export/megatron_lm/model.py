@@ -1,21 +1,44 @@
-"""From Megatron-LM's global tensors and arguments to an ``Interchange``: what both of its formats share."""
+"""What both formats of Megatron-LM share: where a checkpoint lies (``<load>/iter_0001000``, named by the tracker, or
+the folder itself), and the way from global tensors and arguments to an ``Interchange``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
+from megatron.core.dist_checkpointing.files import TRACKER, directory_of, read_tracker
 from megatron.core.export.interchange import Interchange, differences
 from megatron.core.export.megatron_lm import names as table
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
 Named = Mapping[str, LazyTensor]
+
+
+def find_folder(folder: Path, step: int | None, marker: str) -> Path:
+    """The directory of the checkpoint: ``folder`` itself if it holds ``marker`` (a pattern of file names).
+
+    Raises:
+        CheckpointError: neither it nor what its tracker (or ``step``) names holds one.
+    """
+    if step is None and any(folder.glob(marker)):
+        return folder
+    try:
+        which = read_tracker(folder) if step is None else step
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no checkpoint of this format: neither {marker} nor {TRACKER}") from None
+    found = Path(directory_of(folder, which))
+    if not any(found.glob(marker)):
+        raise CheckpointError(
+            f"{found}: holds no {marker}: missing, of another format, or being written (.metadata is last)"
+        )
+    return found
 
 
 def build_interchange(

@@ -25,8 +25,7 @@ from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.archive import read_archive
 from megatron.core.export.megatron_lm.buckets import STATES, unflatten_distributed
-from megatron.core.export.megatron_lm.folders import find_folder
-from megatron.core.export.megatron_lm.model import build_interchange
+from megatron.core.export.megatron_lm.model import build_interchange, find_folder
 from megatron.core.export.megatron_lm.names import family_of, is_no_weight, names_of_today
 from megatron.core.export.megatron_lm.unpickler import MAX_PICKLE_BYTES, Record, unpickle
 from megatron.core.sharding.lazy_tensor import LazyTensor

@@ -17,8 +17,7 @@ from megatron.core.dist_checkpointing.errors import CheckpointError
 from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.archive import read_archive
 from megatron.core.export.megatron_lm.buckets import STATES, cut_buckets
-from megatron.core.export.megatron_lm.folders import find_folder
-from megatron.core.export.megatron_lm.model import build_interchange
+from megatron.core.export.megatron_lm.model import build_interchange, find_folder
 from megatron.core.export.megatron_lm.names import family_of, find_place, is_no_weight, names_of_today
 from megatron.core.export.megatron_lm.splits import join_ranks
 from megatron.core.export.megatron_lm.unpickler import Record

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.dist_checkpointing.files import TRACKER
+from megatron.core.dist_checkpointing.files import RELEASE, TRACKER, directory_of
 from megatron.core.dist_checkpointing.writer import fsync_path, write_file
 from megatron.core.export.interchange import COUNTER, Interchange
 from megatron.core.export.megatron_lm.names import REGISTERED_TWICE, VOCABULARY, padded_size, their_name
@@ -71,9 +71,8 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
         CheckpointError: it exists already; a tensor has no counterpart there.
     """
     objects = interchange.objects
-    release = "train_state" not in objects
-    name = "release" if release else f"iter_{objects['iteration']:07d}"
-    target = Path(folder) / name
+    which = objects["iteration"] if "train_state" in objects else RELEASE
+    target = Path(directory_of(folder, which))
     if (target / ".metadata").exists():
         raise CheckpointError(f"{target}: exists already; choose another folder, or remove it")
     target.mkdir(parents=True, exist_ok=True)
@@ -89,7 +88,7 @@ def save_megatron_torch_dist(interchange: Interchange, folder: str | os.PathLike
         (target / "common.pt", common.getvalue()), (target / "metadata.json", json.dumps(backends).encode()),
         # a folder without this one is no checkpoint: it comes last, and the tracker after it
         (target / ".metadata", pickle.dumps(metadata)),
-        (Path(folder) / TRACKER, str("release" if release else objects["iteration"]).encode()),
+        (Path(folder) / TRACKER, str(which).encode()),
     ):  # fmt: skip
         path.unlink(missing_ok=True)
         write_file(path, data)
