@@ -9,14 +9,9 @@ from megatron.data import helpers, sentence_map
 from megatron.data.helpers import build_sample_idx
 
 __all__ = [
-    "build_blending_indices",
-    "build_blocks_mapping",
-    "build_exhaustive_blending_indices",
-    "build_mapping",
-    "build_sample_idx",
-    "build_sample_idx_int32",
-    "build_sample_idx_int64",
-]
+    "build_blending_indices", "build_blocks_mapping", "build_exhaustive_blending_indices", "build_mapping",
+    "build_sample_idx", "build_sample_idx_int32", "build_sample_idx_int64",
+]  # fmt: skip
 
 build_sample_idx_int32 = build_sample_idx_int64 = build_sample_idx
 """The type of the result follows ``document_indices`` in either case."""

@@ -17,16 +17,10 @@ from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.initialize import training_device
 
 __all__ = [
-    "average_losses_across_data_parallel_group",
-    "get_batch_on_this_cp_rank",
-    "get_batch_on_this_tp_rank",
-    "get_blend_and_blend_per_split",
-    "get_ltor_masks_and_position_ids",
-    "is_first_or_last_pipeline_stage",
-    "print_rank_0",
-    "print_rank_last",
-    "unwrap_model",
-]
+    "average_losses_across_data_parallel_group", "get_batch_on_this_cp_rank", "get_batch_on_this_tp_rank",
+    "get_blend_and_blend_per_split", "get_ltor_masks_and_position_ids", "is_first_or_last_pipeline_stage",
+    "print_rank_0", "print_rank_last", "unwrap_model",
+]  # fmt: skip
 
 
 def _rank_and_world_size() -> tuple[int, int]:

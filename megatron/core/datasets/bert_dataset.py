@@ -65,8 +65,6 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
         types[len(first) + 2 : len(text)] = 1
         labels = np.full(length, -1, dtype=np.int64)
         loss_mask = np.zeros(length, dtype=np.int64)
-        padding_mask = np.zeros(length, dtype=np.int64)
-        padding_mask[: len(text)] = 1
         spans = mask_words(text, target, self.rule, random_state, self._replacement(random_state))
         masked = [pair for span in spans for pair in span]
         if masked:
@@ -81,7 +79,7 @@ class BERTMaskedWordPieceDataset(MaskedWordPieceDataset):
             "types": types,
             "labels": labels,
             "is_random": int(is_random),
-            "padding_mask": padding_mask,
+            "padding_mask": self.ones(len(text), length),
             "loss_mask": loss_mask,
             "truncated": int(truncated),
         }

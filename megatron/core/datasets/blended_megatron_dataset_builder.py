@@ -133,10 +133,8 @@ class BlendedMegatronDatasetBuilder:
             logger.warning(
                 "%s: %d samples asked for, but a blend without weights is one pass and holds %d: "
                 "give weights to repeat data",
-                split.name,
-                size,
-                sum(lengths),
-            )
+                split.name, size, sum(lengths),
+            )  # fmt: skip
         return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), self.config)
 
     def _build_sources(

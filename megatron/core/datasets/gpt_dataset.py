@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
 from megatron.data.blend import Split
 from megatron.data.gpt_index import EpochPlan, GPTIndices, build_gpt_indices, plan_epochs
 from megatron.data.helpers import count_samples
@@ -88,14 +88,9 @@ class GPTDataset(MegatronDataset):
         logger.log(
             config.log_level_of_sources(index_split),
             "%s %s of %s: %d documents, %d tokens, %d samples in %d epoch(s)",
-            type(self).__name__,
-            index_split.name,
-            dataset_path or "mock data",
-            len(indexed_indices),
-            self.tokens_per_epoch,
-            len(self),
-            self.plan.num_epochs,
-        )
+            type(self).__name__, index_split.name, dataset_path or "mock data", len(indexed_indices),
+            self.tokens_per_epoch, len(self), self.plan.num_epochs,
+        )  # fmt: skip
 
     @staticmethod
     def numel_low_level_dataset(low_level_dataset: Any) -> int:
@@ -245,16 +240,13 @@ def _end_of_document(config: GPTDatasetConfig) -> int | None:
 
 def _padding_id(config: GPTDatasetConfig) -> int:
     """The tokenizer's padding id, or one that no data holds where it has none or shares it with end-of-document."""
-    try:
-        pad = config.tokenizer.pad
-    except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none
-        return NO_PAD
+    pad = special_id(config.tokenizer, "pad")
     if pad is None:
         return NO_PAD
     if pad == config.tokenizer.eod and not config.allow_ambiguous_pad_tokens:
         logger.info("the tokenizer pads with its end-of-document id %d: only real padding is masked", pad)
         return NO_PAD
-    return int(pad)
+    return pad
 
 
 class MockGPTLowLevelDataset:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron.core.config.errors import UserError
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
-from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset
+from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
 from megatron.data.blend import Split
 from megatron.data.index_cache import Layout
 from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
@@ -201,6 +201,11 @@ class MaskedWordPieceDataset(MegatronDataset):
             array[array == self.pad] = 0
         return array
 
+    @staticmethod
+    def ones(count: int, length: int) -> np.ndarray:
+        """int64[length]: 1 in the first ``count`` places, 0 behind."""
+        return (np.arange(length) < count).astype(np.int64)
+
     def _padding_id(self) -> int:
         """The padding id; -1, which no data holds, where there is none or it is another special token's, too."""
         pad = self.ids["pad"]
@@ -257,12 +262,3 @@ class MaskedWordPieceDataset(MegatronDataset):
         elif bounds is not None and long_documents(bounds, sizes).all():
             fix = f"shorten such sentences, or have them split: {SENTENCES}"
         return f"{what} of {self.index_split.name} asked of {self.dataset_path}, but {reason}; {fix}"
-
-
-def special_id(tokenizer: Any, role: str) -> int | None:
-    """The id of a special token; None where the tokenizer has none."""
-    try:
-        index = getattr(tokenizer, role)
-    except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none
-        return None
-    return None if index is None or int(index) < 0 else int(index)

@@ -114,3 +114,12 @@ class MegatronDataset(ABC):
 
     @abstractmethod
     def __getitem__(self, idx: int) -> dict[str, Any]: ...
+
+
+def special_id(tokenizer: Any, role: str) -> int | None:
+    """The id of a special token; None where the tokenizer has none."""
+    try:
+        index = getattr(tokenizer, role)
+    except (AttributeError, NotImplementedError, KeyError, ValueError):  # however a tokenizer says that it has none
+        return None
+    return None if index is None or int(index) < 0 else int(index)

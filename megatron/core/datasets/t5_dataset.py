@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
-from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig, special_id
+from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
+from megatron.core.datasets.megatron_dataset import special_id
 from megatron.data.word_masking import MaskingRule, expected_masks, mask_words
 
 
@@ -95,19 +94,13 @@ class T5MaskedWordPieceDataset(MaskedWordPieceDataset):
         encoder += ids[behind:]
         labels = [*decoder[1:], self.ids["eos"]]
         enc, dec = self.config.sequence_length_encoder, self.config.sequence_length_decoder
-        decoder_mask = self._ones(len(decoder), dec)
+        decoder_mask = self.ones(len(decoder), dec)
         return {
             "text_enc": self.padded(encoder, enc),
             "text_dec": self.padded(decoder, dec),
             "labels": self.padded(labels, dec, -1),
             "loss_mask": decoder_mask.copy(),
             "truncated": int(len(everything) > target),
-            "enc_mask": self._ones(len(encoder), enc),
+            "enc_mask": self.ones(len(encoder), enc),
             "dec_mask": decoder_mask,
         }
-
-    @staticmethod
-    def _ones(count: int, length: int) -> np.ndarray:
-        mask = np.zeros(length, dtype=np.int64)
-        mask[:count] = 1
-        return mask

@@ -63,14 +63,9 @@ class SelfAttention(nn.Module):
         self.heads_per_group = heads // groups.tp.size if shared else heads_per_group
         self.channels = channels
         self.linear_qkv = build_module(
-            submodules.linear_qkv,
-            config.hidden_size,
-            qkv,
-            config=config,
-            init_method=weight_init(config),
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            groups=groups,
-        )
+            submodules.linear_qkv, config.hidden_size, qkv, config=config, init_method=weight_init(config),
+            bias=config.add_bias_linear or config.add_qkv_bias, groups=groups,
+        )  # fmt: skip
         self._is_local = layer_window(config.window_size, config.window_attn_skip_freq, layer_number) is not None
         self.q_layernorm = _head_norm(submodules.q_layernorm, config, groups, heads)
         self.k_layernorm = _head_norm(submodules.k_layernorm, config, groups, kv_groups)
@@ -79,14 +74,9 @@ class SelfAttention(nn.Module):
         )
         self._run_core = run_of(config, "core_attn")
         self.linear_proj = build_module(
-            submodules.linear_proj,
-            heads * channels,
-            config.hidden_size,
-            config=config,
-            init_method=output_weight_init(config),
-            bias=config.add_bias_linear,
-            groups=groups,
-        )
+            submodules.linear_proj, heads * channels, config.hidden_size, config=config,
+            init_method=output_weight_init(config), bias=config.add_bias_linear, groups=groups,
+        )  # fmt: skip
         self.rotary_interleaved = config.rotary_interleaved
         self._rotated = split_rotary.choose_rotary(config.params_dtype, config.apply_rope_fusion)
         self._heads: split_rotary.SplitHeads = self._normed
