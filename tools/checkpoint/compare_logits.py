@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 import os
 from types import SimpleNamespace
 
@@ -16,7 +17,6 @@ from megatron.core.sharding.sharded_tensor import module_tensors
 from megatron.training.checkpoint.other_formats import WORDS
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.tasks.language_model import task_class
-from tools.checkpoint import formats
 from tools.checkpoint.formats import say
 
 LARGEST = 1_000_000_000
@@ -29,7 +29,7 @@ AUTO_MODELS = {"gpt": "AutoModelForCausalLM", "bert": "AutoModelForMaskedLM", "t
 
 def compare_with_transformers(folder: str, ours: Interchange, cfg: PretrainConfig, *, always: bool = False) -> int:
     """Print how far the logits of both implementations differ on two short sequences, in fp32; 1: by too much."""
-    count = sum(tensor.numel() for tensor in map(_shape, ours.tensors.values()))
+    count = sum(math.prod(tensor.shape) for tensor in ours.tensors.values())
     if importlib.util.find_spec("transformers") is None:
         say("logits not compared: transformers is not installed")
         return 0
@@ -75,7 +75,3 @@ def our_logits(weights: Interchange, cfg: PretrainConfig, tokens: torch.Tensor) 
         return model(tokens, tokens, torch.ones_like(tokens)).float()[..., :rows]
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     return model(tokens, positions).float()[..., :rows]
-
-
-def _shape(tensor: formats.LazyTensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, device="meta")

@@ -37,3 +37,14 @@ def describe_family(config: Config, run: Any, vocab_size: int, *, spec: Any = No
         config, vocab_size=vocab_size, share_embeddings_and_output_weights=vocabulary.shared,
         make_vocab_size_divisible_by=vocabulary.divisible_by, spec=spec, **lengths,
     )  # fmt: skip
+
+
+def weight_shapes(model: ModelDescription, *, expert_bias: bool) -> dict[str, tuple[int, ...]]:
+    """Names and global shapes of a model's tensors; ``expert_bias``: routers of experts have one."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for param in model.params():
+        if not param.tied_to:
+            shapes[param.name] = tuple(param.shape)
+        if expert_bias and param.name.endswith("router.weight"):
+            shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
+    return shapes

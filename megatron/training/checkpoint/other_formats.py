@@ -32,6 +32,7 @@ from megatron.core.export.hf import load_hf, load_hf_settings
 from megatron.core.export.interchange import COUNTER, Interchange, differences
 from megatron.core.export.native import InterchangeReader
 from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.models.describe import weight_shapes
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.sharding.lazy_tensor import LazyTensor
 from megatron.core.sharding.sharded_tensor import ShardedTensor, module_tensors
@@ -87,11 +88,8 @@ def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[in
     model = describe_run(cfg, vocab_size)
     if model.unknown:
         raise CheckpointError(f"--spec: {', '.join(model.unknown)} has no describe(config, place) to check weights by")
-    found = {f"model.{param.name}": tuple(param.shape) for param in model.params() if not param.tied_to}
-    if cfg.moe_router_enable_expert_bias or "quantile_balancing" in cfg.moe_router_load_balancing_type:
-        routers = [name.removesuffix("weight") for name in found if name.endswith(".router.weight")]
-        found |= {f"{router}expert_bias": (int(cfg.num_moe_experts or 0),) for router in routers}
-    return found
+    biased = cfg.moe_router_enable_expert_bias or "quantile_balancing" in cfg.moe_router_load_balancing_type
+    return {f"model.{name}": shape for name, shape in weight_shapes(model, expert_bias=biased).items()}
 
 
 def check_tensors(

@@ -124,7 +124,8 @@ class Rope(Rule):
 
 
 def _plain(stretch: dict[str, Any], config: Table) -> dict[str, Any]:
-    stretch.pop("factor", None) if stretch.get("factor") == 1.0 else None
+    if stretch.get("factor") == 1.0:
+        del stretch["factor"]
     return {}
 
 

@@ -23,7 +23,7 @@ from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.export.hf.layouts import Layout
 from megatron.core.export.hf.settings import Ignored, Rule, Same, refuse
-from megatron.core.models.describe import describe_family
+from megatron.core.models.describe import describe_family, weight_shapes
 
 GROUPS = (NetworkSizeConfig, AttentionConfig, LatentAttentionConfig, MoEConfig, MTPConfig)
 ELSEWHERE: dict[str, Any] = {
@@ -205,11 +205,4 @@ def described(settings: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], 
     """Names and global shapes of a model's tensors, and the settings that say what they mean."""
     run = SimpleNamespace(**{**settings, "seq_length": 1, "decoder_seq_length": 1, "make_vocab_size_divisible_by": 1})
     model = describe_family(transformer_config(settings), run, settings["vocab_size"])
-    shapes: dict[str, tuple[int, ...]] = {}
-    for piece in model.pieces:
-        for param in piece.params:
-            if param.tied_to is None:
-                shapes[param.name] = tuple(param.shape)
-            if param.name.endswith("router.weight") and settings["moe_router_enable_expert_bias"]:
-                shapes[param.name.replace("router.weight", "router.expert_bias")] = (param.shape[0],)
-    return shapes, model.settings
+    return weight_shapes(model, expert_bias=settings["moe_router_enable_expert_bias"]), model.settings
