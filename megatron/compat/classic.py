@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.vocabulary import padded_vocab_size
 from megatron.core.timers import Timers
 from megatron.training import initialize
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.config.launcher import local_rank
+from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.batch import get_batch_on_this_cp_rank, to_device
 from megatron.training.data.datasets import NumSamples
@@ -85,7 +85,7 @@ def as_namespace(cfg: PretrainConfig, tokenizer: Any) -> Namespace:
     values = {**RETIRED_ARGS, **absent.defaults(), **{field.name: getattr(cfg, field.name) for field in fields(cfg)}}
     values.update(cfg.extra)
     values.update(
-        rank=initialize.rank_from_environment(),
+        rank=launched_rank(),
         local_rank=local_rank(),
         params_dtype=cfg.params_dtype,
         num_experts=cfg.num_moe_experts,
@@ -237,7 +237,7 @@ def initialize_megatron(
 
     cfg = validate_args(
         parse_args(args_defaults=args_defaults, extra_args_provider=extra_args_provider, needs_data=False),
-        initialize.world_size_from_environment(),
+        launched_world_size() or 1,
     )
     initialize.configure_logging(cfg.logging_level)
     parallel_state.start_alone()

@@ -17,18 +17,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.groups.process_groups import ProcessGroups
 from megatron.core.pipeline_parallel.stages import virtual_pipeline_size
+from megatron.training.config.launcher import launched_rank, launched_world_size, local_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import rank_order
-
-
-def world_size_from_environment() -> int:
-    """The number of ranks that torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank_from_environment() -> int:
-    """This process's rank; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
 
 
 class _RankFilter(logging.Filter):
@@ -64,14 +55,14 @@ def configure_logging(level: int | None = None) -> None:
     handler = logging.StreamHandler(sys.stdout)
     handler.megatron_stdout = True  # type: ignore[attr-defined]
     handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(_RankFilter(rank_from_environment()))
+    handler.addFilter(_RankFilter(launched_rank()))
     library.addHandler(handler)
 
 
 def training_device() -> torch.device:
     """The GPU of this local rank, or the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", local_rank())
     return torch.device("cpu")
 
 
@@ -108,7 +99,7 @@ def start_distributed(cfg: PretrainConfig, store: dist.Store | None = None) -> N
     if dist.is_initialized() or "RANK" not in os.environ:
         return
     timeout = timedelta(minutes=cfg.distributed_timeout_minutes)
-    rank, world_size = rank_from_environment(), world_size_from_environment()
+    rank, world_size = launched_rank(), launched_world_size() or 1
     if store is None:
         rank = world_size = -1  # torch looks for itself
     dist.init_process_group(cfg.distributed_backend, timeout=timeout, store=store, rank=rank, world_size=world_size)

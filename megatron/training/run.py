@@ -29,6 +29,7 @@ from megatron.training.checkpoint.other_formats import apply_hf_settings, load_h
 from megatron.training.checkpoint.settings import apply_checkpoint_args, settings_of_weights
 from megatron.training.checks.self_checks import check_build, replica_checks
 from megatron.training.components import Components
+from megatron.training.config.launcher import is_first_rank, launched_rank, launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.data.datasets import batch_size_at, samples_per_split
 from megatron.training.data.loader import EpochShuffle, Shard, TrainSampler, build_loader, sequential
@@ -65,9 +66,9 @@ def run(cfg: PretrainConfig, make_task: TaskFactory, hooks: Sequence[Hook] = ())
     initialize.configure_logging(cfg.logging_level)
     initialize.show_crashes()
     try:
-        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), initialize.world_size_from_environment())
+        cfg = validate_args(apply_hf_settings(apply_checkpoint_args(cfg)), launched_world_size() or 1)
         if cfg.dry_run:
-            if initialize.rank_from_environment() == 0:
+            if is_first_rank():
                 sys.stdout.write(dry_run_report(cfg))
             return 0
         with Watchdog(cfg) as watchdog:
@@ -91,7 +92,7 @@ def _refuse(error: UserError) -> int:
     if os.environ.get("MEGATRON_LOGGING_LEVEL", "").upper() == "DEBUG":
         traceback.print_exc()
     tell_launcher(message_of(error))
-    configuration, rank = isinstance(error, ConfigError), initialize.rank_from_environment()
+    configuration, rank = isinstance(error, ConfigError), launched_rank()
     if not error.reported and (rank == 0 or not configuration):  # every rank finds the same configuration problems
         say(message_of(error), rank)
     return 2 if configuration else 1
@@ -190,7 +191,7 @@ def run_info(cfg: PretrainConfig, parts: Components) -> RunInfo:
     device = initialize.training_device()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return RunInfo(
-        state=parts.state, train_iters=cfg.train_iters or 0, rank=initialize.rank_from_environment(),
+        state=parts.state, train_iters=cfg.train_iters or 0, rank=launched_rank(),
         world_size=cfg.world_size, data_parallel_rank=parts.groups.dp.rank, device=device.type, device_name=name,
     )  # fmt: skip
 

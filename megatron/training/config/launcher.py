@@ -48,9 +48,14 @@ def launched_world_size() -> int | None:
     return _integer(os.environ.get("WORLD_SIZE", ""))
 
 
+def launched_rank() -> int:
+    """This process among those of the launcher; 0 without one, or where it cannot be read."""
+    return _integer(os.environ.get("RANK", "")) or 0
+
+
 def is_first_rank() -> bool:
-    """Whether this process speaks for all: rank 0, no launcher, or a rank that cannot be read."""
-    return not _integer(os.environ.get("RANK", ""))
+    """Whether this process speaks for all."""
+    return launched_rank() == 0
 
 
 def local_rank() -> int:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.config.errors import UserError
+from megatron.training.config.launcher import is_first_rank
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.train_state import TrainState
 
@@ -151,7 +152,7 @@ class ExitConditions:
     def _on_signal(self, number: int, frame: object) -> None:
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), time.monotonic()
-            if int(os.environ.get("RANK", "0")) == 0:
+            if is_first_rank():
                 _write(self._announcement())
         elif number == signal.SIGINT and time.monotonic() - self._received_at > DOUBLE_DELIVERY_SECONDS:
             _write("ended by a second Ctrl-C")

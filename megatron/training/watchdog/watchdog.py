@@ -10,10 +10,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron.core.config.errors import UserError
+from megatron.training.config.launcher import launched_world_size
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.exits.endings import message_of, say, tell_launcher
 from megatron.training.hooks.base import Hook
-from megatron.training.initialize import world_size_from_environment
 from megatron.training.start.rendezvous import Arrival, Place, RendezvousError, open_store, roll_call
 from megatron.training.tasks.base import Task
 from megatron.training.watchdog.failure_store import Failure, FailureStore, Report
@@ -34,7 +34,7 @@ class Watchdog:
         self.timeout = cfg.watchdog_timeout_seconds
         works = self.timeout > 0 and not dist.is_initialized()
         self.place = Place.from_environment() if works else None
-        self.alone = works and world_size_from_environment() == 1
+        self.alone = works and launched_world_size() in (None, 1)
         self.progress = Progress(self.timeout, 60.0 * cfg.distributed_timeout_minutes)
         self.folder = None if cfg.save is None else Path(cfg.save) / "stacks"
         self._presence: Presence | None = None
