@@ -61,6 +61,11 @@ if triton is not None:
         tl.store(at, x.to(base.dtype.element_ty), mask=(place < count)[:, None])
 
     @triton.jit
+    def _store_pairs(base, x, i, j, num_queries, num_keys):
+        at = base + i[:, None].to(tl.int64) * num_keys + j[None, :]
+        tl.store(at, x.to(base.dtype.element_ty), mask=(i < num_queries)[:, None] & (j < num_keys)[None, :])
+
+    @triton.jit
     def _visible(
         place, back, ahead, ranges, own, others, batch, row, STEP: tl.constexpr, DOCUMENTS: tl.constexpr
     ):  # fmt: skip
@@ -150,7 +155,11 @@ if triton is not None:
         tl.store(delta + line + i, product, mask=i < num_queries)
         sums = _log_sums(lse + line, i, num_queries)
         first, last, low, high = _visible(i, left, right, ranges, num_queries, num_keys, batch, row, N, DOCUMENTS)
-        total = tl.zeros((M, D), tl.float32)
+        total, nothing = tl.zeros((M, D), tl.float32), tl.zeros((M, N), tl.float32)
+        for start in range(0, tl.minimum(low, num_keys), N):
+            _store_pairs(grad_pairs + line * num_keys, nothing, i, start + tl.arange(0, N), num_queries, num_keys)
+        for start in range(tl.maximum(low, (high + N - 1) // N * N), num_keys, N):
+            _store_pairs(grad_pairs + line * num_keys, nothing, i, start + tl.arange(0, N), num_queries, num_keys)
         for start in range(low, high, N):
             j = start + tl.arange(0, N)
             k = _rows(key + row * k_b + group * k_a, j, num_keys, k_s, D, EVEN)
@@ -162,8 +171,7 @@ if triton is not None:
             grad_scores = tl.exp2(scores - sums[:, None]) * (tl.dot(g, tl.trans(v)) - product[:, None])
             grad_scores = grad_scores.to(k.dtype)
             total = tl.dot(grad_scores, k, total)
-            at = grad_pairs + (line + i.to(tl.int64))[:, None] * num_keys + j[None, :]
-            tl.store(at, grad_scores, mask=(i < num_queries)[:, None] & (j < num_keys)[None, :])
+            _store_pairs(grad_pairs + line * num_keys, grad_scores, i, j, num_queries, num_keys)
         total *= scale * 0.6931471805599453
         _store_rows(grad_query + row * dq_b + head * dq_a, total, i, num_queries, dq_s, D)
 
@@ -246,11 +254,9 @@ def relative_attention_backward(
     (batch, heads, num_queries, _), (_, groups, num_keys, _) = query.shape, key.shape
     grads, of_pairs = [torch.empty_like(x) for x in (query, key, value)], []
     step, (m, *_), (_, n, *_) = max(1, _LARGEST // (heads * num_queries * num_keys)), tilings["query"], tilings["keys"]
-    # tiles without visible pairs are left out, if there can be any
-    make = torch.empty if pairs.left is pairs.right is pairs.ranges_2bs is None else torch.zeros
     for start in range(0, batch, step):
         some = [x[start : start + step] for x in (query, key, value, grad, out, grads[0], lse, delta)]
-        grad_pairs = make(len(some[0]), heads, num_queries, num_keys, dtype=query.dtype, device=query.device)
+        grad_pairs = query.new_empty(len(some[0]), heads, num_queries, num_keys)
         ranges = None if pairs.ranges_2bs is None else pairs.ranges_2bs[:, start : start + step].contiguous()
         grid, about = (triton.cdiv(num_queries, m), len(some[0]) * heads), pairs._replace(ranges_2bs=ranges)
         _launch(_grad_query_kernel, tilings["query"], grid, some[:6], (*some[6:], grad_pairs), (bias, scale, about))
