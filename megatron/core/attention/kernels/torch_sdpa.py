@@ -60,9 +60,8 @@ def cudnn_supports(request: Request) -> str | None:
         return "cuDNN's backward pass does not repeat its bits"
     if request.capability is None or request.capability < (8, 0):
         return "cuDNN's attention needs sm_80"
-    # Hopper's backward pass of larger heads, as latent attention has: wrong in cuDNN 9.11 and 9.12; not measured here,
-    # hence by name alone
-    wide = request.capability == (9, 0) and (request.cudnn_version or 0) >= 91300 and request.backend == "fused"
+    # larger heads, as latent attention has: Hopper's backward pass is wrong in cuDNN 9.11 and 9.12
+    wide = request.capability == (9, 0) and (request.cudnn_version or 0) >= 91300
     most = 192 if wide else 128
     if request.channels % 8 or request.channels > most:
         return f"cuDNN's backward pass takes head dims that are multiples of 8 up to {most}"

@@ -79,14 +79,16 @@ def test_every_choice_equals_the_reference_in_float32(choice, groups, length=LEN
         assert (one.float() - other).norm() < 0.02 * other.norm() + 1e-3
 
 
-@pytest.mark.parametrize("backend", ["auto", "fused"])
+@pytest.mark.parametrize("backend", ["auto", "flash"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_heads_of_latent_attention_equal_the_reference(backend, packed, keys=192, values=128):
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("keys, values", [(192, 128), (192, 192)])
+def test_heads_of_latent_attention_equal_the_reference(backend, packed, sink, keys, values):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cuDNN takes such heads on Hopper")
-    config = make_config(HEADS, attention_backend=backend)
+    config = make_config(HEADS, attention_backend=backend, softmax_type="off-by-one" if sink else "vanilla")
     core = CoreAttention(config, 1, groups=SINGLE_PROCESS, k_channels=keys, v_channels=values)
-    assert core.choice.kernel == ("cudnn" if backend == "fused" else "flash")
+    assert core.choice.kernel == ("cudnn" if backend == "auto" else "flash")
     generator = torch.Generator(device="cuda").manual_seed(0)
     shapes = [(LENGTH, BATCH, HEADS, width) for width in (keys, keys, values)]
     draw = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
@@ -100,7 +102,9 @@ def test_heads_of_latent_attention_equal_the_reference(backend, packed, keys=192
     if packed:
         visible &= place[:, None] // 256 == place // 256
     scores = (exact[0] @ exact[1].mT / keys**0.5).masked_fill(~visible, -torch.inf)
-    reference = (scores.softmax(-1) @ exact[2]).permute(2, 0, 1, 3).flatten(2)
+    if sink:
+        scores = torch.nn.functional.pad(scores, (0, 1))
+    reference = (scores.softmax(-1)[..., :LENGTH] @ exact[2]).permute(2, 0, 1, 3).flatten(2)
     gradient = torch.randn_like(reference)
     expected = [x.permute(2, 0, 1, 3) for x in torch.autograd.grad(reference, exact, gradient)]
     found = torch.autograd.grad(mixed, tensors, gradient.to(mixed.dtype))
