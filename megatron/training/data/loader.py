@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.core.config.errors import UserError
@@ -122,9 +123,9 @@ class KeyedDataset:
         return sample
 
 
-def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     """Stacks numpy samples into tensors [b, …]; ``cu_seqlens`` (ragged) becomes boundaries in the flattened [b * s]."""
-    batch: dict[str, Any] = {}
+    batch: dict[str, Tensor] = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
         if name == "cu_seqlens":
@@ -136,13 +137,43 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
+class FlatBatch:
+    """A batch in one tensor: of each tensor a worker hands over a file descriptor, through a socket of its own."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        # widest items first: so each begins at a multiple of its own width
+        batch = dict(sorted(batch.items(), key=lambda each: -each[1].itemsize))
+        self.bytes = torch.cat([x.reshape(-1).view(torch.uint8) for x in batch.values()])
+        self.parts = [(name, x.dtype, x.shape, x.nbytes) for name, x in batch.items()]
+
+    def pin_memory(self) -> FlatBatch:
+        """Called by torch's loader."""
+        self.bytes = self.bytes.pin_memory()
+        return self
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The batch, whose tensors share memory."""
+        pieces = self.bytes.split([size for *_, size in self.parts])
+        return {name: x.view(dtype).view(shape) for x, (name, dtype, shape, _) in zip(pieces, self.parts)}
+
+
+def flat_batch(samples: list[dict[str, Any]]) -> FlatBatch:
+    """What workers make of samples."""
+    return FlatBatch(collate(samples))
+
+
+class _Loader(DataLoader):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:  # type: ignore[override]
+        return map(FlatBatch.tensors, super().__iter__())
+
+
 def build_loader(dataset: Any, sampler: Any, num_workers: int, pin_memory: bool) -> DataLoader:
     """A torch loader over ``sampler``'s batches."""
-    return DataLoader(
+    return _Loader(
         KeyedDataset(dataset),  # type: ignore[arg-type]  # map-style by its keys, not by range(len)
         batch_sampler=sampler,
         num_workers=num_workers,
-        collate_fn=collate,
+        collate_fn=flat_batch,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # worker seeds come from here: torch's global state stays what resuming restores
         worker_init_fn=OutliveExitSignals(),

@@ -87,7 +87,7 @@ def test_heads_of_latent_attention_equal_the_reference(backend, packed, sink, ke
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("cuDNN takes such heads on Hopper")
     config = make_config(HEADS, attention_backend=backend, softmax_type="off-by-one" if sink else "vanilla")
-    core = CoreAttention(config, 1, groups=SINGLE_PROCESS, k_channels=keys, v_channels=values)
+    core = CoreAttention(config, 1, groups=SINGLE_PROCESS, k_channels=keys, v_channels=values).cuda()
     assert core.choice.kernel == ("cudnn" if backend == "auto" else "flash")
     generator = torch.Generator(device="cuda").manual_seed(0)
     shapes = [(LENGTH, BATCH, HEADS, width) for width in (keys, keys, values)]

@@ -11,6 +11,7 @@ from megatron.training.data.loader import (
     PADDING,
     EpochShuffle,
     EvalSampler,
+    FlatBatch,
     KeyedDataset,
     Shard,
     TrainSampler,
@@ -97,6 +98,19 @@ def test_boundaries_of_documents_are_laid_end_to_end():
         {"tokens": np.zeros(8), "cu_seqlens": np.array([0, 8], np.int32), "sample_index": np.int64(1)},
     ]
     assert collate(samples)["cu_seqlens"].tolist() == [0, 3, 8, 16]
+
+
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_batch_of_tensors_of_all_widths_travels_as_one(pinned):
+    batch = {
+        "flags": torch.tensor([[True], [False], [True]]), "bytes": torch.arange(5, dtype=torch.uint8),
+        "halves": torch.randn(3, 1).bfloat16(), "none": torch.empty(0, 4), "tokens": torch.arange(6).view(2, 3),
+        "loss_mask": torch.randn(3, 3), "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32),
+    }  # fmt: skip
+    flat = FlatBatch(batch)
+    found = (flat.pin_memory() if pinned else flat).tensors()
+    assert found.keys() == batch.keys() and all(x.is_pinned() == pinned for x in found.values() if x.numel())
+    assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in batch.items())
 
 
 def test_samples_are_laid_end_to_end_and_the_row_is_filled_up():
