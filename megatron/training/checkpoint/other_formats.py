@@ -80,7 +80,10 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
     if wrong := [name for name in given if name in FIXED]:
         both = "; ".join(f"{flags[name]} is {getattr(cfg, name)!r}, there it is {values[name]!r}" for name in wrong)
         raise CheckpointError(f"{where} is another model than these flags describe: {both}; leave these flags out")
-    return dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
+    cfg = dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
+    # the one size of a model that a rule wants to be given, as its default is nobody's
+    given = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()
+    return dataclasses.replace(cfg, explicit=cfg.explicit | given)
 
 
 def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.dist_checkpointing.errors import CheckpointError
-from megatron.core.export.megatron_lm.names import family_of, find_place, layers_of
+from megatron.core.export.megatron_lm.names import family_of, find_place, is_gated, layers_of
 from megatron.core.export.megatron_lm.splits import join_ranks, rank_part
 from megatron.core.sharding.lazy_tensor import LazyTensor
 
@@ -84,7 +84,7 @@ def unflatten_distributed(
         args: of the run that saved it: its layout counts.
     """
     tp, pp = args.get("tensor_model_parallel_size", 1), args.get("pipeline_model_parallel_size", 1)
-    gated = bool(args.get("swiglu") or args.get("quick_geglu"))
+    gated = is_gated(args)
     buckets: dict[int, dict[str, dict[int, LazyTensor]]] = {}
     for name, tensor in flat.items():
         match = _FLAT.fullmatch(name)

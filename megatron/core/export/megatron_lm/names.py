@@ -212,7 +212,12 @@ def split_parts(row: Row, settings: Mapping[str, Any]) -> int:
     if row.fold == "groups":
         grouped = settings.get("group_query_attention") and settings.get("num_query_groups")
         return settings["num_query_groups"] if grouped else settings["num_attention_heads"]
-    return 2 if row.fold == "gate" and (settings.get("swiglu") or settings.get("quick_geglu")) else 1
+    return 2 if row.fold == "gate" and is_gated(settings) else 1
+
+
+def is_gated(settings: Mapping[str, Any]) -> bool:
+    """Whether feed-forward networks have a gate, by the arguments of either program."""
+    return any(settings.get(name) for name in ("swiglu", "quick_geglu", "geglu"))
 
 
 # ---- settings

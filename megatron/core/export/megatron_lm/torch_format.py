@@ -18,7 +18,7 @@ from megatron.core.export.interchange import Interchange
 from megatron.core.export.megatron_lm.archive import read_archive
 from megatron.core.export.megatron_lm.buckets import STATES, cut_buckets
 from megatron.core.export.megatron_lm.model import build_interchange, find_folder
-from megatron.core.export.megatron_lm.names import family_of, find_place, is_no_weight, names_of_today
+from megatron.core.export.megatron_lm.names import family_of, find_place, is_gated, is_no_weight, names_of_today
 from megatron.core.export.megatron_lm.splits import join_ranks
 from megatron.core.export.megatron_lm.unpickler import Record
 from megatron.core.sharding.lazy_tensor import LazyTensor
@@ -58,7 +58,7 @@ def load_megatron_torch(
         for stage in range(pp) for rank in range(tp) for expert in range(ep)
     }  # fmt: skip
     parts = _numbered(files, (pp, tp, ep), table, directory)
-    where, gated = str(directory), bool(table.get("swiglu") or table.get("quick_geglu"))
+    where, gated = str(directory), is_gated(table)
     weights = {rank: {name: each for named in chunks for name, each in named.items()} for rank, chunks in parts.items()}
     kinds: dict[str, dict[tuple[int, int, int], Named]] = {}
     if not table.get("no_save_optim"):

@@ -84,6 +84,19 @@ def test_a_model_with_experts_keeps_every_bit_and_gets_the_counters_that_others_
     assert half.tensors["model.decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("flags", ["--geglu", "--multi-latent-attention --kv-lora-rank 12"])
+def test_other_feed_forward_networks_and_attention_keep_every_bit_without_a_flag(tmp_path, flags):
+    sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
+    model = random_model(f"{sizes} --position-embedding-type rope {flags}".split(), 64)
+    with Target(tmp_path / "start") as target:
+        save_safetensors(model, target)
+        target.publish()
+    folder = tmp_path / "start"
+    for saver in ("native", "megatron_torch_dist", "native"):
+        folder = converted(folder, folder / saver, saver)
+    assert values(formats.open_checkpoint(folder, "native")[1]) == values(model)
+
+
 def test_mixtral_comes_over_and_goes_back(tmp_path):
     save_hf(random_model([*LLAMA, *EXPERTS], 64), tmp_path / "hf")
     folder = converted(tmp_path / "hf", tmp_path / "native", "native")
