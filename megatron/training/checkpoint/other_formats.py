@@ -82,8 +82,8 @@ def with_settings(cfg: PretrainConfig, settings: Mapping[str, Any], where: str |
         raise CheckpointError(f"{where} is another model than these flags describe: {both}; leave these flags out")
     cfg = dataclasses.replace(cfg, **{name: value for name, value in values.items() if name not in cfg.explicit})
     # the one size of a model that a rule wants to be given, as its default is nobody's
-    given = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()
-    return dataclasses.replace(cfg, explicit=cfg.explicit | given)
+    size = values.keys() & {"kv_lora_rank"} if cfg.multi_latent_attention else set()
+    return dataclasses.replace(cfg, explicit=cfg.explicit | size)
 
 
 def expected_tensors(cfg: PretrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
