@@ -250,8 +250,10 @@ def settings_of(args: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]])
     padded = args.get("padded_vocab_size") or rows
     true = args.get("vocab_size")
     settings["vocab_size"] = true if isinstance(true, int) and 0 < true <= padded else padded
-    if family == "bert":  # whose program names no kind of position
-        settings |= {"position_embedding_type": "learned_absolute", "bert_binary_head": "binary_head.weight" in tensors}
+    if family == "bert":
+        settings["bert_binary_head"] = "binary_head.weight" in tensors
+        if "embedding.position_embeddings.weight" in tensors:  # its program learns positions, whatever its flag says
+            settings["position_embedding_type"] = "learned_absolute"
     if family == "t5":  # whose program gives the decoder as many layers as the encoder has, whatever its flag says
         settings["decoder_num_layers"] = len(layers_of(tensors, "decoder"))
     return settings

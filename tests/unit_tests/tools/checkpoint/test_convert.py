@@ -84,10 +84,12 @@ def test_a_model_with_experts_keeps_every_bit_and_gets_the_counters_that_others_
     assert half.tensors["model.decoder.layers.1.mlp.router.expert_bias"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("flags", ["--geglu", "--multi-latent-attention --kv-lora-rank 12"])
-def test_other_feed_forward_networks_and_attention_keep_every_bit_without_a_flag(tmp_path, flags):
+@pytest.mark.parametrize(("family", "flags"), [
+    ("gpt", "--geglu"), ("gpt", "--multi-latent-attention --kv-lora-rank 12"), ("bert", "--bert-no-binary-head"),
+])  # fmt: skip
+def test_other_networks_keep_every_bit_without_a_flag(tmp_path, family, flags):
     sizes = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 64"
-    model = random_model(f"{sizes} --position-embedding-type rope {flags}".split(), 64)
+    model = random_model(f"{sizes} --position-embedding-type rope {flags}".split(), 64, model_family=family)
     with Target(tmp_path / "start") as target:
         save_safetensors(model, target)
         target.publish()
