@@ -12,7 +12,7 @@ import torch
 
 from tests.test_utils.foreign_comparison import compare_gradients, compare_losses, random_text
 from tests.test_utils.foreign_models import LAYERS, LENGTH, MIXTURES, MODELS, VOCAB, build, flags_of
-from tests.test_utils.hf_folders import random_model
+from tests.test_utils.hf_folders import LLAMA, random_model
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers: it is what is compared with")
 
@@ -118,6 +118,11 @@ def test_a_round_trip_keeps_every_byte_and_transformers_loads_it(name, dtype, tm
     assert not different
     tokens = random_text()[0]
     assert torch.equal(again(input_ids=tokens).logits, foreign(input_ids=tokens).logits)
+
+
+def test_a_family_that_pads_with_a_high_id_takes_a_small_vocabulary(tmp_path):
+    save_hf(random_model(LLAMA, 64), tmp_path / "phi3", family="phi3")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "phi3").config.pad_token_id is None
 
 
 @pytest.mark.parametrize("name", sorted(known_families()))

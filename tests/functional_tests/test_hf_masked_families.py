@@ -140,6 +140,7 @@ def test_what_random_weights_of_flags_write_is_read_back(name, tmp_path):
     assert not (tmp_path / "theirs" / "generation_config.json").exists()
     config = json.loads((tmp_path / "theirs" / "config.json").read_text())
     assert config["architectures"] == [FAMILIES[name].architecture]
+    getattr(transformers, FAMILIES[name].architecture).from_pretrained(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("name", ["bert", "megatron-bert"])

@@ -3,7 +3,7 @@
 from megatron.core.export.hf.attention_settings import Rope, Window, groups
 from megatron.core.export.hf.family import Family
 from megatron.core.export.hf.layouts import Halves, QueryKeyValue, Weights
-from megatron.core.export.hf.settings import Begin, Choice, Ignored, Ours, Rule, Same, Theirs, same
+from megatron.core.export.hf.settings import Begin, Choice, Computed, Ignored, Ours, Rule, Same, Theirs, same
 
 SIZES = same(
     num_layers="num_hidden_layers", hidden_size="hidden_size", num_attention_heads="num_attention_heads",
@@ -11,6 +11,8 @@ SIZES = same(
 )  # fmt: skip
 FFN = Same("ffn_hidden_size", "intermediate_size")
 HEAD_SIZE = Same("kv_channels", "head_dim", default=lambda c: c["hidden_size"] // c["num_attention_heads"])
+NO_PADDING = Computed((), (), lambda config: {}, lambda ours: {"pad_token_id": None})
+"""For families whose default is an id that a smaller vocabulary lacks: no model could be built."""
 DROPOUT = (Same("attention_dropout", "attention_dropout", default=0.0), Begin({"hidden_dropout": 0.0}))
 SILU_GATED = Choice("hidden_act", {"silu": {"swiglu": True}, "swish": {"swiglu": True}}, default="silu")
 NO_BIASES = Ours({"add_bias_linear": False})
@@ -89,7 +91,7 @@ PHI3 = Family(
         SILU_GATED, NO_BIASES, Window(), Rope(share=1.0, kinds=("default",)),
         Same("attention_dropout", "attention_dropout", default=0.0),
         Same("hidden_dropout", "resid_pdrop", default=0.0), Same("hidden_dropout", "embd_pdrop", default=0.0),
-        Ignored(("original_max_position_embeddings",)),
+        NO_PADDING, Ignored(("original_max_position_embeddings",)),
     ),
     weights={
         **AROUND, **ATTENTION,

@@ -55,7 +55,7 @@ MODERNBERT = Family(
         Same("norm_epsilon", "norm_eps", default=1e-5), Same("norm_bias", "norm_bias", default=False),
         Choice("hidden_activation", {"gelu": {"geglu": True, "exact_gelu": True}}, default="gelu"),
         Same("hidden_dropout", "mlp_dropout", default=0.0), Same("hidden_dropout", "embedding_dropout", default=0.0),
-        Same("attention_dropout", "attention_dropout", default=0.0), llama.NO_BIASES,
+        Same("attention_dropout", "attention_dropout", default=0.0), llama.NO_BIASES, llama.NO_PADDING,
         Ours({"position_embedding_type": "rope", "normalization": "LayerNorm", "embed_layernorm": True,
               "bert_binary_head": False}),
         Theirs({"attention_bias": False, "mlp_bias": False, "classifier_bias": False, "decoder_bias": True,
