@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import ModelSettings, TransformerConfig, values_of
 from megatron.core.description.model import ModelDescription
+from megatron.core.models.bert_description import with_head_on
 from megatron.core.models.describe import describe_family
 from megatron.core.models.t5_description import DECODER_LAYER, ENCODER_LAYER
 from megatron.core.pipeline_parallel.stages import BranchNames
@@ -55,4 +57,21 @@ PROGRAMS = {"pretrain_gpt.py": "gpt", "pretrain_moe.py": "gpt", "pretrain_bert.p
 def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
     """The model of resolved settings; ``vocab_size`` 0: unknown."""
     spec = layers_of_spec(cfg) if cfg.model_family == "gpt" else None
-    return describe_family(cfg, cfg, vocab_size, spec=spec)
+    described = describe_family(cfg, cfg, vocab_size, spec=spec)
+    if (predicted := predicted_per_rank(cfg)) is None:
+        return described
+    return with_head_on(described, predicted * cfg.context_parallel_size / cfg.seq_length)
+
+
+def most_masked(cfg: PretrainConfig) -> int:
+    """Masked tokens of a BERT sample at most; its data set (``MaskingRule.budget``) masks no more."""
+    return math.ceil(cfg.mask_prob * cfg.seq_length)
+
+
+def predicted_per_rank(cfg: PretrainConfig) -> int | None:
+    """At how many places of each row BERT's head predicts: as many as can be masked, on each context-parallel rank,
+    since all of them may be one rank's. None: at all places (other models too)."""
+    if cfg.model_family != "bert" or cfg.sequence_parallel or cfg.use_packed_sequence:
+        return None
+    most = most_masked(cfg)
+    return most if most < cfg.seq_length // cfg.context_parallel_size else None

@@ -57,3 +57,16 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
     saved = tuple(Saved(name, kept) for name in ("input of the GELU", "output of the GELU", "normed"))
     ops = (final, gemm(dense, config, seq_length, saved=saved), Op("activation", "gelu", traffic=5 * kept), *rest)
     return replace(head, params=tuple(params), ops=ops)
+
+
+def with_head_on(described: ModelDescription, share: float) -> ModelDescription:
+    """The model whose head, behind the final norm, computes a ``share`` of the tokens."""
+    final, *rest = described.head.ops
+    ops = [
+        replace(
+            op, flops=op.flops * share, traffic=op.traffic * share, gradients=op.gradients * share,
+            saved=tuple(replace(each, bytes=each.bytes * share) for each in op.saved),
+        )
+        for op in rest
+    ]  # fmt: skip
+    return replace(described, head=replace(described.head, ops=(final, *ops)))

@@ -16,13 +16,16 @@ from torch import Tensor, nn
 
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
+from megatron.core.config.errors import UserError
 from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
+from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
 from megatron.training.initialize import training_device
+from megatron.training.model_description import most_masked, predicted_per_rank
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
@@ -73,6 +76,9 @@ class BertTask(LanguageModelTask):
 
     def micro_batches(self, data_iterator: Iterator[dict], number: int, size: int) -> dict[str, Any]:
         """With the length of each row of --use-packed-sequence where stages exchange them: all stages read all rows."""
+        if predicted_per_rank(self.cfg) is not None:
+            # here, since a CUDA graph's batches are on the device when they come to get_batch
+            data_iterator = map(self._within_bound, data_iterator)
         arguments = super().micro_batches(data_iterator, number, size)
         if self.cfg.use_packed_sequence and self.cfg.pipeline_model_parallel_size > 1:
             batches = list(islice(data_iterator, number))
@@ -80,6 +86,16 @@ class BertTask(LanguageModelTask):
             whole = [math.ceil(each / self._row_multiple) * self._row_multiple for each in tokens]
             arguments |= {"data_iterator": iter(batches), "row_lengths": whole}
         return arguments
+
+    def _within_bound(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """``batch``, after a check that the head predicts all of its masked tokens."""
+        length, found = batch["loss_mask"].shape[1], int(batch["loss_mask"].count_nonzero(1).max())
+        if found > (most := most_masked(self.cfg)):
+            raise UserError(
+                f"--mask-prob {self.cfg.mask_prob}: at most {most} tokens of a sample are predicted, but one has "
+                f"{found} masked; mask fewer, or give the largest share, here {(found - 0.5) / length:.4f}"
+            )
+        return batch
 
     @property
     def _row_multiple(self) -> int:
@@ -90,8 +106,8 @@ class BertTask(LanguageModelTask):
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """text, types, labels (0 where nothing is masked), loss_mask [b, s], is_random, counts (of which pairs the
         loss is added here), sample_index [b]; bounds of tokens and padding (``documents``), None without padding;
-        ``pair_weight``, 0 in evaluation. Under context parallelism this rank's tokens. With --use-packed-sequence as
-        :meth:`_packed` says."""
+        ``pair_weight``, 0 in evaluation. Under context parallelism this rank's tokens. Otherwise as
+        :meth:`_predicted_only` says, and :meth:`_packed` with --use-packed-sequence."""
         batch = {name: value for name, value in next(data_iterator).items() if name not in ("truncated", "dataset_id")}
         weight = batch.pop("pair_weight", 0.0)
         batch, lengths = longest_first(batch, batch.pop("padding_mask").sum(1))
@@ -101,7 +117,17 @@ class BertTask(LanguageModelTask):
         length = batch["text"].shape[1]
         batch["counts"] = (batch["sample_index"] >= 0) & parallel_state.get_process_groups().cp.is_first
         documents = PackedSeqParams.of_padding(lengths, length)
-        return {**on_device(get_batch_on_this_cp_rank(batch), documents), "pair_weight": weight}
+        batch = self._predicted_only(get_batch_on_this_cp_rank(batch))
+        return {**on_device(batch, documents), "pair_weight": weight}
+
+    def _predicted_only(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Where the head predicts at k places of each row (``predicted_per_rank``): these, masked tokens first, as
+        ``predicted`` [b, k], and labels and loss_mask [b, k] of them alone."""
+        if (most := predicted_per_rank(self.cfg)) is None:
+            return batch
+        predicted = batch["loss_mask"].argsort(dim=1, descending=True, stable=True)[:, :most]
+        kept = {name: batch[name].gather(1, predicted) for name in ("labels", "loss_mask")}
+        return {**batch, **kept, "predicted": predicted}
 
     def _packed(self, batch: dict[str, Tensor], lengths: Tensor) -> dict[str, Any]:
         """One row: sample_index and position_ids [1, n] of every token, ``first_tokens``, where this rank's tokens
@@ -117,7 +143,7 @@ class BertTask(LanguageModelTask):
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum of the losses of masked tokens and, weighted by ``pair_weight``, of the order of pairs. ``output``:
-        losses [b, s], and logits [b, 2] or None."""
+        losses as the labels [b, s] or [b, k], and logits [b, 2] or None."""
         losses, binary_logits = output
         loss, num_tokens, report = super().loss_func(batch, losses)
         if binary_logits is not None:
@@ -139,7 +165,7 @@ class BertTask(LanguageModelTask):
         output = model(
             batch["text"],
             tokentype_ids=batch["types"],
-            lm_labels=batch["labels"],
+            lm_labels=LabelsAt(batch["labels"], batch["predicted"]) if "predicted" in batch else batch["labels"],
             packed_seq_params=batch["documents"],
             sample_index=batch["sample_index"],
             position_ids=batch.get("position_ids"),
@@ -152,7 +178,8 @@ class BertTask(LanguageModelTask):
         length = self.cfg.seq_length
         text, labels = generator.integers(0, self.vocab_size, (2, length))
         used = np.arange(length) < self.random_length(generator, length)
-        mask = (generator.random(length) < 0.3) & used
+        mask = (generator.random(length) < self.cfg.mask_prob) & used
+        mask &= mask.cumsum() <= most_masked(self.cfg)
         return {
             "text": text,
             "types": ((np.arange(length) > generator.integers(length)) & used).astype(np.int64),

@@ -5,10 +5,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
+from megatron.core import parallel_state
+from megatron.core.attention.context_parallel import zigzag
+from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.data.loader import KeyedDataset, collate
+from megatron.training.model_description import predicted_per_rank
 from megatron.training.tasks import language_model
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
@@ -21,11 +27,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make_task(kind, folder):
-    data = f"--data-path {folder / 'a'} --split 1,0,0 --eval-iters 0 --short-seq-prob 0.5"
+def settings(kind, folder, flags="", ranks=1):
+    data = f"--data-path {folder / 'a'} --split 1,0,0 --eval-iters 0 --short-seq-prob 0.5 {flags}"
     argv = masked_runs.command_line(kind, data.split())
     words = [text if text != "vocab.txt" else str(folder / text) for text in masked_runs.PROGRAM_ONLY[kind]]
-    cfg = validate_args(parse_args([*argv, *words, "--data-cache-path", str(folder)], model_family=kind), 1)
+    return validate_args(parse_args([*argv, *words, "--data-cache-path", str(folder)], model_family=kind), ranks)
+
+
+def make_task(kind, folder, flags="", ranks=1):
+    cfg = settings(kind, folder, flags, ranks)
     return task_class(kind)(cfg, build_tokenizer(cfg))
 
 
@@ -64,3 +74,68 @@ def test_a_rank_has_one_chunk_of_every_round_of_stages(folder, monkeypatch):
     groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1))
     monkeypatch.setattr(language_model.parallel_state, "get_process_groups", lambda: groups)
     assert [task.branches(chunk).start for chunk in range(3)] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("kind, flags, ranks, expected", [
+    ("bert", "", 1, 5),  # 0.15 * 32 is 4.8
+    ("bert", "--mask-prob 0.5", 1, 16),
+    ("bert", "--mask-prob 0.04 --seq-length 44", 1, 2),
+    ("bert", "--mask-prob 0.98", 1, None),
+    ("bert", "--context-parallel-size 2", 2, 5),
+    ("bert", "--context-parallel-size 4 --seq-length 40", 4, 6),  # of 10 tokens of this rank
+    ("bert", "--context-parallel-size 2 --mask-prob 0.5", 2, None),  # one rank may have them all
+    ("bert", "--tensor-model-parallel-size 2", 2, 5),
+    ("bert", "--tensor-model-parallel-size 2 --sequence-parallel", 2, None),
+    ("bert", "--use-packed-sequence --attention-dropout 0", 1, None),
+    ("t5", "", 1, None),
+])  # fmt: skip
+def test_the_head_predicts_at_as_many_places_as_can_be_masked(kind, flags, ranks, expected, folder):
+    assert predicted_per_rank(settings(kind, folder, flags, ranks)) == expected
+
+
+def test_only_the_head_is_counted_on_fewer_tokens(folder):
+    some, whole = (make_task("bert", folder, flags).description() for flags in ("", "--mask-prob 0.98"))
+    assert some.num_parameters == whole.num_parameters and some.layers == whole.layers
+    final, *rest = some.head.ops
+    assert final == whole.head.ops[0]
+    assert [op.flops for op in rest] == [op.flops * 5 / 32 for op in whole.head.ops[1:]]
+
+
+def batches(task, number=8):
+    """Micro-batches of 4 samples."""
+    samples = KeyedDataset(task.train_valid_test_datasets_provider((4 * number, 0, 0))[0])
+    return [collate([samples[index, index] for index in range(start, start + 4)]) for start in range(0, 4 * number, 4)]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("mask_prob", [0.04, 0.15, 0.22])
+def test_every_label_is_among_the_places_of_one_rank(ranks, mask_prob, folder, monkeypatch):
+    task = make_task("bert", folder, f"--seq-length 40 --mask-prob {mask_prob} --context-parallel-size {ranks}", ranks)
+    given, found = batches(task), []
+    wanted = [
+        (int(batch["sample_index"][row]), place, int(batch["labels"][row, place]))
+        for batch in given for row, place in batch["loss_mask"].nonzero().tolist()
+    ]  # fmt: skip
+    for rank in range(ranks):
+        groups = dataclasses.replace(SINGLE_PROCESS, cp=Group("cp", tuple(range(ranks)), rank))
+        monkeypatch.setattr(parallel_state, "get_process_groups", lambda here=groups: here)
+        own = zigzag.local_part(torch.arange(40)[None], rank, ranks)[0]
+        for batch in map(task.get_batch, map(iter, ([batch] for batch in given))):
+            assert batch["labels"].shape == batch["predicted"].shape == (4, predicted_per_rank(task.cfg))
+            for row, place in batch["loss_mask"].nonzero().tolist():
+                where = int(own[batch["predicted"][row, place]])
+                found.append((int(batch["sample_index"][row]), where, int(batch["labels"][row, place])))
+    assert sorted(found) == sorted(wanted) and len(found) > 20 * (mask_prob > 0.1)
+
+
+def test_more_masked_tokens_than_are_predicted_are_refused_before_the_batch_is_used(folder):
+    task = make_task("bert", folder, "--mask-prob 0.5")
+    given = batches(task)
+    most = max(int(batch["loss_mask"].sum(1).max()) for batch in given)
+    assert most == 14  # of 29
+    task.cfg = dataclasses.replace(task.cfg, mask_prob=0.15)
+    said = "--mask-prob 0.15: at most 5 tokens of a sample are predicted, but one has 14 masked; .* here 0.4219"
+    with pytest.raises(UserError, match=said):
+        list(task.micro_batches(iter(given), 8, 4)["data_iterator"])
+    task.cfg = dataclasses.replace(task.cfg, mask_prob=0.4219)
+    assert list(task.micro_batches(iter(given), 8, 4)["data_iterator"]) == given

@@ -5,6 +5,8 @@ Legend: s sequence, b batch, h hidden, v vocabulary entries of this rank (stored
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams, lengths_of_mask
@@ -17,6 +19,13 @@ from megatron.core.tensor_parallel.layers import ReplicatedLinear
 from megatron.core.transformer.initial_values import weight_init
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
+
+
+class LabelsAt(NamedTuple):
+    """``labels`` int64 [b, k] at ``places`` int64 [b, k] of each row, where alone the head predicts."""
+
+    labels: Tensor
+    places: Tensor
 
 
 class BertModel(LanguageModule):
@@ -88,7 +97,7 @@ class BertModel(LanguageModule):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         tokentype_ids: Tensor | None = None,
-        lm_labels: Tensor | None = None,
+        lm_labels: Tensor | LabelsAt | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
         sample_index: Tensor | None = None,
@@ -103,7 +112,8 @@ class BertModel(LanguageModule):
             attention_mask: int or bool [b, s] of *whole* sequences, 1 for tokens and 0 for the padding behind them.
                 None: no padding, or ``packed_seq_params`` says where it is (:meth:`PackedSeqParams.of_lengths`).
             tokentype_ids: int64 [b, s].
-            lm_labels: int64 [b, s]; a valid id also where the loss does not count.
+            lm_labels: int64 [b, s]; a valid id also where the loss does not count. :class:`LabelsAt`: losses are [b, k]
+                of these places, and the head computes nothing for others.
             sample_index: int64 [b], the samples' places in the whole run, on which dropout masks depend.
             position_ids: int64 [1, s], each token's place in its sample, where ``packed_seq_params`` are samples laid
                 end to end in one row; ``sample_index`` is [1, s] then. None: samples are rows.
@@ -111,7 +121,7 @@ class BertModel(LanguageModule):
                 binary head's logits then.
 
         Raises:
-            ValueError: padding that is not behind all tokens.
+            ValueError: padding that is not behind all tokens; :class:`LabelsAt` under sequence parallelism.
         """
         if attention_mask is not None:
             packed_seq_params = PackedSeqParams.of_lengths(lengths_of_mask(attention_mask), attention_mask.shape[1])
@@ -128,4 +138,9 @@ class BertModel(LanguageModule):
         binary_logits = None
         if self.pooler is not None and self.binary_head is not None:
             binary_logits = self.binary_head(self.pooler(hidden_states, first_tokens))[0]
+        if isinstance(lm_labels, LabelsAt):
+            if self.config.sequence_parallel:
+                raise ValueError("LabelsAt: under sequence parallelism ranks hold parts of rows; give labels [b, s]")
+            places = lm_labels.places.transpose(0, 1)[..., None].expand(-1, -1, hidden_states.shape[-1])
+            hidden_states, lm_labels = hidden_states.gather(0, places), lm_labels.labels
         return self.outputs(self.lm_head(hidden_states), lm_labels), binary_logits

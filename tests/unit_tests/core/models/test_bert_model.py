@@ -13,7 +13,8 @@ from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.models.bert import BertModel, heads
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec, get_bert_layer_local_spec
-from megatron.core.models.bert_description import describe_bert
+from megatron.core.models.bert.bert_model import LabelsAt
+from megatron.core.models.bert_description import describe_bert, with_head_on
 from megatron.core.models.common import language_module
 from megatron.core.models.common.description import Vocabulary
 from megatron.core.models.gpt import GPTModel
@@ -68,8 +69,8 @@ def test_attention_is_counted_in_full():
     assert flops == [[4.0 * 16**2 * 24] * 2, [4.0 * pairs * 24] * 2]
 
 
-@pytest.mark.parametrize("add_binary_head", [True, False])
-def test_the_formula_of_operations_equals_a_counted_trace(add_binary_head):
+@pytest.mark.parametrize("add_binary_head, predicted", [(True, 16), (False, 16), (True, 4)])
+def test_the_formula_of_operations_equals_a_counted_trace(add_binary_head, predicted):
     """It leaves out the vocabulary's padding, and pooler and head of a pair, which meet one token of a sample."""
     options = {"num_tokentypes": 2 * add_binary_head, "add_binary_head": add_binary_head}
     config = TransformerConfig(**SIZES, attention_backend="unfused")
@@ -78,11 +79,14 @@ def test_the_formula_of_operations_equals_a_counted_trace(add_binary_head):
         share_embeddings_and_output_weights=True, make_vocab_size_divisible_by=8, groups=SINGLE_PROCESS, **options,
     )  # fmt: skip
     ids, _, types, labels = inputs()
+    if predicted < 16:
+        labels = LabelsAt(labels[:, :predicted], torch.arange(predicted).expand(3, -1))
     with FlopCounterMode(display=False) as counter:
         losses, order = model(ids, None, types if add_binary_head else None, labels)
         (losses.sum() + (order.sum() if add_binary_head else 0)).backward()
     described = describe_bert(config, Vocabulary(61, True, 8), seq_length=16, max_sequence_length=16, **options)
-    left_out = 16 * 24 * (64 - 61) + (24 * 24 + 24 * 2) * add_binary_head
+    described = with_head_on(described, predicted / 16)
+    left_out = predicted * 24 * (64 - 61) + (24 * 24 + 24 * 2) * add_binary_head
     assert counter.get_total_flops() / 3 == described.flops_per_sample + 3 * 2 * left_out
 
 
@@ -170,6 +174,30 @@ def test_logits_have_a_bias_and_no_padding():
     assert logits.shape == (3, 16, 64) and binary.shape == (3, 2) and (logits[..., 61:] == -torch.inf).all()
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten(), expected)
+
+
+@pytest.mark.parametrize("settings", ["classic", "one loss, untied"])
+def test_losses_and_gradients_of_some_places_are_those_of_whole_rows(settings):
+    model, *_ = make(settings)
+    ids, mask, types, labels = inputs(padding=5)
+    places = torch.tensor([[2, 15, 0, 7], [1, 4, 3, 10], [15, 14, 13, 12]])
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0], dtype=torch.float64).expand(3, 4)
+    found = []
+    for given in (labels, LabelsAt(labels.gather(1, places), places)):
+        losses, order = model(ids, mask, types if model.pooler else None, given)
+        losses = losses.gather(1, places) if given is labels else losses
+        ((losses * weights).sum() + (0 if order is None else order[:, 0].sum())).backward()
+        found.append((losses, *(each.grad for each in model.parameters())))
+        model.zero_grad()
+    assert found[1][0].shape == (3, 4) and len(found[0]) > 20
+    torch.testing.assert_close(*found)
+
+
+def test_places_are_refused_where_ranks_hold_parts_of_rows():
+    model, *_ = make("one loss, untied")
+    model.config.sequence_parallel = True
+    with pytest.raises(ValueError, match=r"LabelsAt: under sequence parallelism .* give labels \[b, s\]"):
+        model(inputs()[0], lm_labels=LabelsAt(inputs()[0], inputs()[0]))
 
 
 def test_one_layer_spec_serves_all_layers():

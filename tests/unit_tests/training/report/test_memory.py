@@ -5,8 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.models.bert.bert_model import LabelsAt
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.model_description import describe_run
+from megatron.training.model_description import describe_run, predicted_per_rank
 from megatron.training.report import memory as memory_estimate
 from megatron.training.report.memory import estimate_memory, memory_rows, stage_activations
 from megatron.training.report.pipeline import stages_of
@@ -162,7 +163,9 @@ def losses(cfg, model, tokens):
     if cfg.model_family == "t5":
         decoded = tokens[:, : cfg.decoder_seq_length]
         return model(tokens, decoded, lm_labels=decoded)
-    found, order = model(tokens, None, tokens % 2 if cfg.bert_binary_head else None, tokens)
+    places = torch.arange(predicted_per_rank(cfg)).expand(len(tokens), -1)
+    labels = LabelsAt(tokens.gather(1, places), places)
+    found, order = model(tokens, None, tokens % 2 if cfg.bert_binary_head else None, labels)
     return found if order is None else torch.cat((found.flatten(), order.flatten()))
 
 
