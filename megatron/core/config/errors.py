@@ -1,7 +1,7 @@
 """Errors that the user can mend: one class, below every other module."""
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -36,3 +36,9 @@ def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
         kinds = {type(error) for error in found.values()}
         raise (kinds.pop() if len(kinds) == 1 else UserError)("\n".join(found))
     return results
+
+
+def listed(items: Iterable[Any], between: str = ", ", most: int = 20) -> str:
+    """The first of ``items`` for a message, with an ellipsis where there are more."""
+    found = list(map(str, items))
+    return between.join(found[:most]) + (f"{between}…" if len(found) > most else "")

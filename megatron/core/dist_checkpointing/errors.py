@@ -1,7 +1,5 @@
 """Errors of checkpoints. Every message names the file or tensor, and the reason."""
 
-from collections.abc import Iterable
-
 from megatron.core.config.errors import UserError
 
 
@@ -15,9 +13,3 @@ class CheckpointDamagedError(CheckpointError):
 
 class CheckpointWriteError(CheckpointError):
     """A checkpoint could not be written (disk full, no permission …). What was there before is untouched."""
-
-
-def listed(items: Iterable[str], between: str = ", ", most: int = 20) -> str:
-    """The first of ``items`` for a message, with an ellipsis where there are more."""
-    found = list(items)
-    return between.join(found[:most]) + (f"{between}…" if len(found) > most else "")

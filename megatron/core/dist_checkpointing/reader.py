@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
+from megatron.core.config.errors import listed
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.exchange import all_ranks, together
 from megatron.core.dist_checkpointing.files import read_regular_file
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, read_manifest, rectangle_of

@@ -21,12 +21,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import (
-    CheckpointDamagedError,
-    CheckpointError,
-    CheckpointWriteError,
-    listed,
-)
+from megatron.core.config.errors import listed
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, CheckpointWriteError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.manifest import BLOCK_BYTES, MAX_HEADER_BYTES
 from megatron.core.dist_checkpointing.writer import fsync_path, host_blocks, safetensors_header, write_file

@@ -18,7 +18,7 @@ from torch import nn
 from megatron.core.attention.dot_product_attention import CoreAttention
 from megatron.core.attention.sink import has_sink
 from megatron.core.attention.window import layer_window
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.enums import AttnMaskType
 from megatron.core.extensions import transformer_engine as te
@@ -132,7 +132,7 @@ def describe_choices(model_chunks: Iterable[nn.Module]) -> Iterator[str]:
     if kinds:
         yield f"layers: {', '.join(sorted(kinds))} (--transformer-impl)"
     for line, layers in attention.items():
-        where = "" if len(attention) == 1 else f" in layer{'s' if len(layers) > 1 else ''} {_listed(layers)}"
+        where = "" if len(attention) == 1 else f" in layer{'s' if len(layers) > 1 else ''} {listed(layers, most=8)}"
         yield f"attention: {line}{where}"
     yield from others
 
@@ -159,8 +159,3 @@ def _words_of_attention(core: nn.Module) -> str:
     if isinstance(core, te.TEDotProductAttention):
         return "Transformer Engine, which chooses its kernel (NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=1 shows it)"
     return type(core).__name__
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return shown + (f" … ({len(numbers)})" if len(numbers) > 8 else "")

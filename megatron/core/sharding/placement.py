@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.groups.process_groups import SINGLE_PROCESS, DataParallelGroups, Group, ProcessGroups
 from megatron.core.random import philox
 from megatron.core.sharding.rectangles import Rectangle
@@ -308,12 +308,11 @@ def require_declarations(model: nn.Module) -> None:
         if not hasattr(param, "spec")
     ]
     if undeclared:
-        shown = ", ".join(undeclared[:8]) + (f" and {len(undeclared) - 8} more" if len(undeclared) > 8 else "")
         raise UserError(
-            f"--sequence-parallel: nothing says how tensor-parallel ranks share {shown}. Create such a parameter with "
-            "megatron.core.sharding.placement.parameter(shape, init=..., partial=('tp',)) where it works on this "
-            "rank's positions alone (a norm), without partial where every rank computes its whole gradient; or set its "
-            "attribute sequence_parallel to True or False, as Megatron-LM's modules do"
+            f"--sequence-parallel: nothing says how tensor-parallel ranks share {listed(undeclared, most=8)}. Create "
+            "such a parameter with megatron.core.sharding.placement.parameter(shape, init=..., partial=('tp',)) where "
+            "it works on this rank's positions alone (a norm), without partial where every rank computes its whole "
+            "gradient; or set its attribute sequence_parallel to True or False, as Megatron-LM's modules do"
         )
 
 

@@ -18,13 +18,14 @@ from torch import nn
 
 from megatron.core.config import cli
 from megatron.core.config.attention import AttentionConfig
+from megatron.core.config.errors import listed
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
 from megatron.core.config.moe import MoEConfig
 from megatron.core.config.mtp import MTPConfig
 from megatron.core.config.network import NetworkSizeConfig
 from megatron.core.config.tokenizer import TokenizerConfig
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.reader import load_from
 from megatron.core.distributed import unwrapped

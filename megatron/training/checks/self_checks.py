@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core import parallel_state
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.exchange import all_gather_json
 from megatron.core.distributed import check_replicas, unwrapped
@@ -140,8 +140,7 @@ def problems_of(
         if problem := coverage_problem(own[0].shape, rectangles):
             yield f"{name}: the ranks {problem}"
     for stages, names in doubled.items():
-        listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        yield f"{listed} on stages {' and '.join(map(str, stages))}, though nothing ties them"
+        yield f"{listed(names, most=3)} on stages {' and '.join(map(str, stages))}, though nothing ties them"
     if num_parameters is not None and total != num_parameters:
         yield (
             f"the ranks hold {total:,} parameters, {task}.num_parameters() makes {num_parameters:,} of the settings; "
@@ -175,11 +174,11 @@ def _differences(model: ModelDescription, built: Mapping[str, tuple[int, ...]]) 
         elif math.prod(built[name]) != math.prod(shape):
             yield f"{name} has the shape {built[name]}, the settings make {shape}"
     if surplus := sorted(built.keys() - {each.name for each in model.params()}):
-        yield f"the settings make no {', '.join(surplus[:3])}" + (" …" if len(surplus) > 3 else "")
+        yield f"the settings make no {listed(surplus, most=3)}"
 
 
 def _layers(indices: Sequence[int], of: str = "") -> str:
-    numbers = ", ".join(str(index + 1) for index in indices[:8]) + (" …" if len(indices) > 8 else "")
+    numbers = listed((index + 1 for index in indices), most=8)
     return f"layer {numbers}{of} is" if len(indices) == 1 else f"layers {numbers}{of} are"
 
 
@@ -279,13 +278,11 @@ class ReplicaCheck(Hook):
         parts = self.parts
         found = check_replicas(parts.model, parts.groups, parts.optimizer.replicas())
         everywhere = all_gather_json([list(each) for each in found], parts.groups.world)
-        listed = sorted({(name, rank, axis) for entries in everywhere for name, rank, axis in entries})
-        if listed:
-            shown = "; ".join(f"{name} on rank {rank}" for name, rank, _ in listed[:8])
-            more = f"; {len(listed) - 8} more" if len(listed) > 8 else ""
+        apart = sorted({(name, rank, axis) for entries in everywhere for name, rank, axis in entries})
+        if apart:
+            shown = listed((f"{name} on rank {rank}" for name, rank, _ in apart), "; ", most=8)
             raise ReplicasDiffer(
-                f"iteration {state.iteration}: copies differ from those of the first rank that holds them: "
-                f"{shown}{more}"
+                f"iteration {state.iteration}: copies differ from those of the first rank that holds them: {shown}"
             )
 
 

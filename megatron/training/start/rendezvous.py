@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +201,9 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
     while not store.check(keys):
         now = time.monotonic()
         if now - begin > timeout:
-            missing, listed = _missing(store, keys)
+            missing, first = _missing(store, keys)
             raise RendezvousError(
-                f"{missing} of {place.world_size} ranks did not arrive within {timeout:g} s: {listed}. Look for"
+                f"{missing} of {place.world_size} ranks did not arrive within {timeout:g} s: {first}. Look for"
                 " their errors, start all ranks, or raise --watchdog-timeout-seconds"
             )
         if now - reminded > REMIND_SECONDS:
@@ -221,4 +221,4 @@ def roll_call(store: dist.Store, place: Place, timeout: float) -> list[Arrival]:
 def _missing(store: dist.Store, keys: list[str]) -> tuple[int, str]:
     """How many ranks have not signed in, and the first of them."""
     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    return len(missing), ", ".join(map(str, missing[:16])) + (" …" if len(missing) > 16 else "")
+    return len(missing), listed(missing, most=16)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, listed
 from megatron.core.tokenizers.libraries import require
 
 logger = logging.getLogger(__name__)
@@ -94,9 +94,8 @@ def _below(path: str) -> list[str]:
     if not found:
         raise UserError(f"--input {path}: the folder holds no {', '.join(SUFFIXES)} file")
     if skipped := [os.path.relpath(file, path) for file in files if not file.endswith(SUFFIXES)]:
-        more = ", …" if len(skipped) > 5 else ""
-        logger.warning("--input %s: skips %d file(s) that are not %s: %s%s", path, len(skipped), ", ".join(SUFFIXES),
-                       ", ".join(skipped[:5]), more)  # fmt: skip
+        logger.warning("--input %s: skips %d file(s) that are not %s: %s", path, len(skipped), ", ".join(SUFFIXES),
+                       listed(skipped, most=5))  # fmt: skip
     return found
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.config.errors import UserError
-from megatron.core.dist_checkpointing.errors import listed
+from megatron.core.config.errors import UserError, listed
 from megatron.core.export.files import read_safetensors, read_shards
 from megatron.core.export.hf.conversion import expected, placements, to_ours
 from megatron.core.export.hf.family import Family, complete

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.config.errors import UserError
-from megatron.core.dist_checkpointing.errors import CheckpointWriteError, listed
+from megatron.core.config.errors import UserError, listed
+from megatron.core.dist_checkpointing.errors import CheckpointWriteError
 from megatron.core.dist_checkpointing.files import read_json
 from megatron.core.dist_checkpointing.writer import copy_asset, write_file
 from megatron.core.export.files import Target

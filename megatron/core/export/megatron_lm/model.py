@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError, listed
+from megatron.core.config.errors import listed
+from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
 from megatron.core.dist_checkpointing.files import TRACKER, directory_of, read_tracker
 from megatron.core.export.interchange import Interchange, differences
 from megatron.core.export.megatron_lm import names as table

@@ -141,7 +141,7 @@ def test_a_dropped_layer_stops_every_rank_before_the_first_step(gloo_pool):
     [
         ("dropped_half", "the feed-forward branch of layer 4 is on no rank"),
         ("doubled_half", "decoder.layers.1.input_layernorm.weight, decoder.layers.1.input_layernorm.bias, "
-                         "decoder.layers.1.self_attention.linear_qkv.weight … on stages 0 and 1, though nothing ties"),
+                         "decoder.layers.1.self_attention.linear_qkv.weight, … on stages 0 and 1, though nothing ties"),
     ],
 )  # fmt: skip
 def test_a_half_that_is_missing_or_doubled_stops_every_rank(gloo_pool, fault, words):
