@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,6 +19,10 @@ from megatron.training.tasks.language_model import task_class
 
 TOOLS = {"gpt": "tools/generate.py", "t5": "tools/generate.py", "bert": "tools/fill_mask.py"}
 """What asks a model of each family."""
+
+CHOICE_OF_EXPERTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+"""What a run that goes on may change, but a model that is asked has to have as it was trained: some kinds of balancing
+choose experts in their own way. The second is as long as the first."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +42,16 @@ def load_trained_model(folder: str, step: int | None, tool: str) -> TrainedModel
         UserError: ``tool`` is not for models of its family.
         ValueError, OSError: there is no checkpoint, or it or its tokenizer cannot be read.
     """
-    family = load_checkpoint_args(folder, step).get("model_family", "gpt")
+    stored = load_checkpoint_args(folder, step)
+    family = stored.get("model_family", "gpt")
     if TOOLS.get(family) != tool:
         raise UserError(f"--load {folder} holds a model of the family {family!r}, for which {TOOLS.get(family)} is")
     argv = ["--load", folder, "--use-checkpoint-args", "--exit-on-missing-checkpoint", "--finetune"]
     argv += ["--skip-train", "--micro-batch-size", "1", "--eval-iters", "0"]
     argv += [] if step is None else ["--ckpt-step", str(step)]
     parsed = apply_checkpoint_args(parse_args(argv, needs_data=False, model_family=family))
-    cfg = validate_args(parsed, 1, announce=False)
+    balancing = {name: stored[name] for name in CHOICE_OF_EXPERTS if name in stored}
+    cfg = validate_args(replace(parsed, **balancing), 1, announce=False)
     tokenizer = build_tokenizer(cfg)
     model = task_class(family)(cfg, tokenizer).model_provider().to(training_device()).eval()
     Checkpointer(cfg, [model], None, None, groups=SINGLE_PROCESS, tokenizer=tokenizer).load()

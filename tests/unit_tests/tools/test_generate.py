@@ -43,6 +43,13 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
     assert "family 'gpt', for which tools/generate.py is" in capsys.readouterr().err
 
 
+def test_experts_are_chosen_as_they_were_in_training(tool, gloo_pool, tmp_path, capsys):
+    experts = ["--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-router-load-balancing-type"]
+    argv = [*experts, "quantile_balancing", "--mock-data", "--train-iters", "3", "--save", str(tmp_path)]
+    assert gloo_pool.run(train, 1, argv) == [0]
+    assert tool("generate", "--load", tmp_path, "--prompt", "1 2") == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["generate", "fill_mask"])
 def test_a_folder_without_a_checkpoint_is_named_by_the_flag_that_was_given(tool, tmp_path, capsys, name):
     assert tool(name, "--load", tmp_path / "nope", *(["--text", "a"] if name == "fill_mask" else [])) == 1
