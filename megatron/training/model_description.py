@@ -58,9 +58,11 @@ def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
     """The model of resolved settings; ``vocab_size`` 0: unknown."""
     spec = layers_of_spec(cfg) if cfg.model_family == "gpt" else None
     described = describe_family(cfg, cfg, vocab_size, spec=spec)
-    if (predicted := predicted_per_rank(cfg)) is None:
+    if cfg.model_family != "bert":
         return described
-    return with_head_on(described, predicted * cfg.context_parallel_size / cfg.seq_length)
+    predicted, needed = predicted_per_rank(cfg), min(most_masked(cfg), cfg.seq_length)
+    computed = cfg.seq_length if predicted is None else predicted * cfg.context_parallel_size
+    return with_head_on(described, computed / cfg.seq_length, needed / cfg.seq_length)
 
 
 def most_masked(cfg: PretrainConfig) -> int:

@@ -173,6 +173,8 @@ class ModelDescription:
     predictions: tuple[Piece, ...] = ()
     """Multi-token prediction: what follows behind the output layer, on its stage, together with a copy of the
     embedding."""
+    needless_flops: float = 0.0
+    """Of one sequence, forward: what a layout computes on top of what the loss needs."""
 
     @property
     def pieces(self) -> Iterator[Piece]:
@@ -228,7 +230,7 @@ class ModelDescription:
           needed, not those that a kernel may do on top.
         * The output layer counts the true vocabulary; look-ups, norms, activations and softmax count nothing.
         """
-        return 3.0 * sum(piece.flops for piece in self.pieces)
+        return 3.0 * (sum(piece.flops for piece in self.pieces) - self.needless_flops)
 
     @property
     def costs(self) -> ModelCosts:

@@ -59,14 +59,16 @@ def _heads(config: Config, output: Param, seq_length: int, binary: bool) -> Piec
     return replace(head, params=tuple(params), ops=ops)
 
 
-def with_head_on(described: ModelDescription, share: float) -> ModelDescription:
-    """The model whose head, behind the final norm, computes a ``share`` of the tokens."""
+def with_head_on(described: ModelDescription, computed: float, needed: float) -> ModelDescription:
+    """The model whose head, behind the final norm, is ``computed`` on a share of the tokens, while its loss needs the
+    share ``needed``."""
     final, *rest = described.head.ops
     ops = [
         replace(
-            op, flops=op.flops * share, traffic=op.traffic * share, gradients=op.gradients * share,
-            saved=tuple(replace(each, bytes=each.bytes * share) for each in op.saved),
+            op, flops=op.flops * computed, traffic=op.traffic * computed, gradients=op.gradients * computed,
+            saved=tuple(replace(each, bytes=each.bytes * computed) for each in op.saved),
         )
         for op in rest
     ]  # fmt: skip
-    return replace(described, head=replace(described.head, ops=(final, *ops)))
+    head, needless = replace(described.head, ops=(final, *ops)), (computed - needed) * sum(op.flops for op in rest)
+    return replace(described, head=head, needless_flops=needless)

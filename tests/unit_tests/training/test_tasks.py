@@ -14,7 +14,7 @@ from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.data.loader import KeyedDataset, collate
-from megatron.training.model_description import predicted_per_rank
+from megatron.training.model_description import describe_run, predicted_per_rank
 from megatron.training.tasks import language_model
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
@@ -99,6 +99,16 @@ def test_only_the_head_is_counted_on_fewer_tokens(folder):
     final, *rest = some.head.ops
     assert final == whole.head.ops[0]
     assert [op.flops for op in rest] == [op.flops * 5 / 32 for op in whole.head.ops[1:]]
+
+
+@pytest.mark.parametrize("flags, ranks", [
+    ("--context-parallel-size 2", 2), ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+    ("--use-packed-sequence --attention-dropout 0", 1),
+])  # fmt: skip
+def test_operations_are_those_that_the_loss_needs_in_every_layout(flags, ranks, folder):
+    here, alone = (describe_run(settings("bert", folder, *more), 64) for more in ((flags, ranks), ()))
+    assert here.flops_per_sample == pytest.approx(alone.flops_per_sample, rel=1e-12)
+    assert alone.costs.head < here.costs.head and alone.needless_flops == 0
 
 
 def batches(task, number=8):

@@ -85,7 +85,7 @@ def test_the_formula_of_operations_equals_a_counted_trace(add_binary_head, predi
         losses, order = model(ids, None, types if add_binary_head else None, labels)
         (losses.sum() + (order.sum() if add_binary_head else 0)).backward()
     described = describe_bert(config, Vocabulary(61, True, 8), seq_length=16, max_sequence_length=16, **options)
-    described = with_head_on(described, predicted / 16)
+    described = with_head_on(described, predicted / 16, predicted / 16)
     left_out = predicted * 24 * (64 - 61) + (24 * 24 + 24 * 2) * add_binary_head
     assert counter.get_total_flops() / 3 == described.flops_per_sample + 3 * 2 * left_out
 
