@@ -360,14 +360,18 @@ def read_mapping(
             continue
         try:
             negated = spec.is_bool and spec.default and name[2:].replace("-", "_") != spec.field and name != spec.on
-            values[spec.field] = _from_object(spec, value) ^ bool(negated) if negated else _from_object(spec, value)
+            values[spec.field] = from_object(spec, value) ^ bool(negated) if negated else from_object(spec, value)
         except (ValueError, TypeError) as error:
             problems.append(Problem(key, str(error), value))
     return values, problems
 
 
-def _from_object(spec: FlagSpec, value: Any) -> Any:
-    """A value that a file holds with a type of its own, checked like the text on a command line."""
+def from_object(spec: FlagSpec, value: Any) -> Any:
+    """A value that a file holds with a type of its own, checked like the text on a command line.
+
+    Raises:
+        ValueError: with the reason.
+    """
     if value is None:
         if not spec.optional:
             raise ValueError("needs a value")
@@ -381,8 +385,6 @@ def _from_object(spec: FlagSpec, value: Any) -> Any:
         if isinstance(spec.nargs, int) and len(items) != spec.nargs:
             raise ValueError(f"takes {spec.nargs} values, got {len(items)}")
         return [spec.from_text(str(item)) for item in items]
-    if spec.type_name == "custom" and isinstance(value, list):
-        return spec.from_text(str(value))
     return spec.from_text(str(value))
 
 

@@ -14,6 +14,11 @@ from typing import Annotated
 INT64_MAX = 2**63 - 1
 
 
+def _is_finite(value: float) -> bool:
+    """Also of integers that are too large for a float."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
 @dataclass(frozen=True)
 class Range:
     """From ``low`` to ``high``, both included unless ``above`` (the lower one is not) or ``below`` (the upper)."""
@@ -24,7 +29,7 @@ class Range:
     below: bool = False
 
     def __contains__(self, value: float) -> bool:
-        if not math.isfinite(value):
+        if not _is_finite(value):
             return False
         return (value > self.low if self.above else value >= self.low) and (
             value < self.high if self.below else value <= self.high
@@ -53,9 +58,9 @@ class Range:
         """Why ``value`` is refused; empty if it is not."""
         if value in self:
             return ""
-        if math.isfinite(value) and self.high == INT64_MAX and value > self.high:
+        if _is_finite(value) and self.high == INT64_MAX and value > self.high:
             return "must be less than 2^63"
-        return f"must be {self.bounds}" if math.isfinite(value) and self.bounds else "must be a finite number"
+        return f"must be {self.bounds}" if _is_finite(value) and self.bounds else "must be a finite number"
 
 
 def _exact(value: float) -> str:

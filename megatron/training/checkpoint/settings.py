@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.attention.description import SETTINGS as ATTENTION_SETTINGS
 from megatron.core.attention.latent_description import SETTINGS as LATENT_SETTINGS
-from megatron.core.config.cli import FlagSpec, flags_of
+from megatron.core.config.cli import flags_of, from_object
 from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.core.description.model import ModelDescription
 from megatron.core.dist_checkpointing.errors import CheckpointDamagedError, CheckpointError
@@ -25,7 +25,6 @@ from megatron.core.transformer.mlp_description import SETTINGS as MLP_SETTINGS
 from megatron.core.transformer.moe.moe_description import SETTINGS as MOE_SETTINGS
 from megatron.training.checkpoint.files import find_checkpoint
 from megatron.training.checkpoint.history import fast_folder, find_resumable, same_folder
-from megatron.training.checkpoint.schema import is_number
 from megatron.training.config.pretrain_config import GROUPS, PretrainConfig
 from megatron.training.model_description import PROGRAMS
 
@@ -94,7 +93,8 @@ def settings_of_weights(model: ModelDescription) -> tuple[str, ...]:
 
 
 def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -> dict[str, Any]:
-    """All settings of the run that wrote the checkpoint which ``--load load_dir --ckpt-step step`` means."""
+    """All settings of the run that wrote the checkpoint which ``--load load_dir --ckpt-step step`` means; those that
+    can be taken over as the command line would give them."""
     found = find_checkpoint(load_dir, step)
     if found is None:
         raise CheckpointError(f"{load_dir} holds no checkpoint to take the model's settings from; check --load")
@@ -102,11 +102,15 @@ def load_checkpoint_args(load_dir: str | os.PathLike, step: int | None = None) -
     args = read_manifest(found.directory)["objects"].get("args")
     if not isinstance(args, dict):
         raise CheckpointDamagedError(f"{path}: args is not a table")
-    kinds = {spec.field: spec for spec in flags_of(*GROUPS)}
-    wrong = [f"{name} is {args[name]!r:.60}" for name in TAKEN if name in args and not _fits(kinds[name], args[name])]
+    kinds, taken, wrong = {spec.field: spec for spec in flags_of(*GROUPS)}, {}, []
+    for name in args.keys() & TAKEN:
+        try:
+            taken[name] = from_object(kinds[name], args[name])
+        except ValueError as error:
+            wrong.append(f"{name} is {args[name]!r:.60}: {error}")
     if wrong:
-        raise CheckpointDamagedError(f"{path}: not as training writes it: {'; '.join(wrong)}")
-    return args
+        raise CheckpointDamagedError(f"{path}: not as training writes it: {'; '.join(sorted(wrong))}")
+    return {**args, **taken}
 
 
 def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str | os.PathLike) -> None:
@@ -118,22 +122,6 @@ def refuse_other_family(stored: Mapping[str, Any], model_family: str, where: str
         known = f" (trained by {' and '.join(programs)})" if programs else ""
         said = f"{where} holds a model of the family {family!r}{known}"
         raise CheckpointError(f"{said}, this run trains {model_family!r}")
-
-
-def _fits(spec: FlagSpec, value: Any) -> bool:
-    """Whether a stored setting is of the flag's type; it gets to the rules unparsed."""
-    if value is None:
-        return spec.optional
-    if isinstance(value, list):
-        return (spec.nargs is not None or spec.type_name == "custom") and all(
-            isinstance(item, str | bool) or is_number(item) for item in value
-        )
-    kinds: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
-    if spec.type_name not in kinds:
-        return isinstance(value, str | bool) or is_number(value)
-    if spec.nargs is not None or type(value) not in kinds[spec.type_name]:
-        return False
-    return (isinstance(value, str | bool) or is_number(value)) and (not spec.choices or value in spec.choices)
 
 
 def apply_checkpoint_args(cfg: PretrainConfig) -> PretrainConfig:

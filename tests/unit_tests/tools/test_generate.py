@@ -43,11 +43,14 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
     assert "family 'gpt', for which tools/generate.py is" in capsys.readouterr().err
 
 
-def test_experts_are_chosen_as_they_were_in_training(tool, gloo_pool, tmp_path, capsys):
-    experts = ["--num-experts", "4", "--moe-ffn-hidden-size", "16", "--moe-router-load-balancing-type"]
-    argv = [*experts, "quantile_balancing", "--mock-data", "--train-iters", "3", "--save", str(tmp_path)]
+@pytest.mark.parametrize("flags", [
+    "--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-load-balancing-type quantile_balancing",
+    "--window-size 8,0 --softmax-type learnable",
+])  # fmt: skip
+def test_a_model_computes_as_it_did_in_training(tool, gloo_pool, tmp_path, capsys, flags):
+    argv = [*flags.split(), "--mock-data", "--train-iters", "3", "--save", str(tmp_path)]
     assert gloo_pool.run(train, 1, argv) == [0]
-    assert tool("generate", "--load", tmp_path, "--prompt", "1 2") == 0, capsys.readouterr().err
+    assert tool("generate", "--load", tmp_path, "--prompt", "1 2", "--max-new-tokens", 2) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["generate", "fill_mask"])
