@@ -88,6 +88,11 @@ def test_flags_that_contradict_the_folder_are_refused_with_both_values(gloo_pool
     assert code != 0 and "--num-layers is 3, there it is 2" in errors
 
 
+def test_a_folder_without_a_model_is_refused_by_the_name_of_the_flag(gloo_pool):
+    ((code, errors),) = gloo_pool.run(train_with_errors, 1, ["--load-hf", "/nowhere"])
+    assert code != 0 and "--load-hf /nowhere: no folder of a Hugging Face model" in errors
+
+
 def test_a_folder_that_does_not_fit_its_config_is_refused(gloo_pool, llama, tmp_path):
     folder = tiny_llama(tmp_path / "hf")
     path = folder / "config.json"

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron.core.config import cli
 from megatron.core.config.attention import AttentionConfig
-from megatron.core.config.errors import listed
+from megatron.core.config.errors import UserError, listed
 from megatron.core.config.mla import LatentAttentionConfig
 from megatron.core.config.model_parallel_config import PrecisionConfig
 from megatron.core.config.moe import MoEConfig
@@ -147,7 +147,11 @@ def apply_hf_settings(cfg: PretrainConfig) -> PretrainConfig:
         return cfg
     if not {"tokenizer_type", "tokenizer_model", "vocab_file"} & cfg.explicit:
         cfg = dataclasses.replace(cfg, **_tokenizer_of(Path(folder)))
-    return with_settings(cfg, load_hf_settings(folder), f"--load-hf {folder}")
+    try:
+        settings = load_hf_settings(folder)
+    except UserError as error:
+        raise UserError(f"--load-hf {error}") from None
+    return with_settings(cfg, settings, f"--load-hf {folder}")
 
 
 def _tokenizer_of(folder: Path) -> dict[str, Any]:

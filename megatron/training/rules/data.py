@@ -86,7 +86,8 @@ def named_files_exist(cfg: PretrainConfig) -> Problems:
         path = getattr(cfg, field)
         if path is not None and not os.path.isfile(path):
             yield problem(cfg, field, "there is no such file")
-    for field in ("load", "save", "pretrained_checkpoint"):
+    fast = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
+    for field in ("load", "save", "pretrained_checkpoint", *fast):
         try:
             os.stat(getattr(cfg, field) or ".")
         except FileNotFoundError:

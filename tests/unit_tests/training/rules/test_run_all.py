@@ -152,6 +152,7 @@ def test_consistent_settings_pass(text):
         ("--num-workers -1", "--num-workers -1: must be at least 0"),
         ("--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: there is no such file"),
         (f"--load {__file__}/x", f"--load {__file__}/x: cannot be opened (Not a directory)"),
+        (f"--non-persistent-global-ckpt-dir {__file__}/x", f"--non-persistent-global-ckpt-dir {__file__}/x: cannot be"),
         ("--tokenizer-type GPT2BPETokenizer", "--vocab-file: is required by --tokenizer-type GPT2BPETokenizer"),
         ("--tokenizer-type HuggingFaceTokenizer", "--tokenizer-model: is required by --tokenizer-type HuggingFace"),
     ],
