@@ -45,7 +45,7 @@ def test_several_prompts_give_the_texts_that_each_gives_alone(tool, gloo_pool, t
 
 @pytest.mark.parametrize("flags", [
     "--num-experts 4 --moe-ffn-hidden-size 16 --moe-router-load-balancing-type quantile_balancing",
-    "--window-size 8,0 --softmax-type learnable",
+    "--window-size 8,0 --softmax-type learnable", "--mtp-num-layers 2 --mtp-use-repeated-layer",
 ])  # fmt: skip
 def test_a_model_computes_as_it_did_in_training(tool, gloo_pool, tmp_path, capsys, flags):
     argv = [*flags.split(), "--mock-data", "--train-iters", "3", "--save", str(tmp_path)]

@@ -14,11 +14,12 @@ from megatron.core.description.model import Config, LayerPlace, Op, Param, Piece
 from megatron.core.transformer.mlp_description import describe_mlp
 
 SETTINGS = (
-    "num_layers", "mtp_num_layers", "position_embedding_type", "untie_embeddings_and_output_weights",
-    "use_parallel_residual", "apply_embedding_scaling", "final_logit_softcapping",
-    *parts.RESIDUAL_SETTINGS,
+    "num_layers", "mtp_num_layers", "mtp_use_repeated_layer", "position_embedding_type",
+    "untie_embeddings_and_output_weights", "use_parallel_residual", "apply_embedding_scaling",
+    "final_logit_softcapping", *parts.RESIDUAL_SETTINGS,
 )  # fmt: skip
 """Settings that the weights around its layers depend on."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
