@@ -15,7 +15,7 @@ from megatron.core.tokenizers import build_tokenizer
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.data.loader import KeyedDataset, collate
 from megatron.training.model_description import describe_run, predicted_per_rank
-from megatron.training.tasks import language_model
+from megatron.training.tasks import bert, language_model
 from megatron.training.tasks.language_model import task_class
 from tests.test_utils import masked_runs
 
@@ -149,3 +149,114 @@ def test_more_masked_tokens_than_are_predicted_are_refused_before_the_batch_is_u
         list(task.micro_batches(iter(given), 8, 4)["data_iterator"])
     task.cfg = dataclasses.replace(task.cfg, mask_prob=0.4219)
     assert list(task.micro_batches(iter(given), 8, 4)["data_iterator"]) == given
+
+
+PACKED = "--use-packed-sequence --attention-dropout 0"
+
+
+def on_ranks(monkeypatch, **axes):
+    """Lets tasks believe that they are one of several ranks."""
+    groups = dataclasses.replace(SINGLE_PROCESS, **axes)
+    monkeypatch.setattr(parallel_state, "get_process_groups", lambda: groups)
+
+
+def test_a_pair_weighs_as_the_masked_tokens_per_pair_of_the_global_batch(folder, monkeypatch):
+    task = make_task("bert", folder)
+    given = batches(task)
+    masked = [int(batch["loss_mask"].sum()) for batch in given]
+    iterator = iter(given)
+    first = list(task.global_batch(iterator, 3))
+    assert [batch["text"] is one["text"] for batch, one in zip(first, given, strict=False)] == [True] * 3
+    assert all(batch["pair_weight"].item() == sum(masked[:3]) / 12 for batch in first)
+    assert [batch["pair_weight"].item() for batch in task.global_batch(iterator, 1)] == [masked[3] / 4]
+    nothing = {**given[0], "loss_mask": torch.zeros_like(given[0]["loss_mask"])}
+    assert [batch["pair_weight"].item() for batch in task.global_batch(iter([nothing]), 1)] == [1 / 4]
+    summed = []
+
+    def all_reduce(x, group):
+        summed.append((x.tolist(), group))
+        x += 1  # of other ranks
+
+    monkeypatch.setattr(bert.dist, "all_reduce", all_reduce)
+    on_ranks(monkeypatch, dp=Group("dp", (0, 1), 0, handle="all"))
+    assert next(task.global_batch(iter(given), 2))["pair_weight"].item() == (sum(masked[:2]) + 1) / 9
+    assert summed == [([sum(masked[:2]), 8], "all")]
+    assert task.global_batch(None, 2) is None  # a stage without data
+    iterator = iter(given)
+    assert make_task("bert", folder, "--bert-no-binary-head").global_batch(iterator, 2) is iterator
+
+
+@pytest.mark.parametrize("flags, ranks, multiple", [
+    ("", 2, 1), ("--context-parallel-size 2", 4, 4), ("--tensor-model-parallel-size 2", 4, 1),
+    ("--tensor-model-parallel-size 4 --sequence-parallel", 8, 4),
+    ("--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2", 8, 4),
+    ("--tensor-model-parallel-size 4 --sequence-parallel --context-parallel-size 2", 16, 8),
+])  # fmt: skip
+def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, multiple, folder, monkeypatch):
+    task = make_task("bert", folder, f"{PACKED} --pipeline-model-parallel-size 2 {flags}", ranks)
+    given, cp = batches(task), task.cfg.context_parallel_size
+    on_ranks(monkeypatch, cp=Group("cp", tuple(range(cp)), 0))
+    arguments = task.micro_batches(iter(given), 3, 4)
+    used = [int(batch["padding_mask"].sum()) for batch in given[:3]]
+    assert arguments["row_lengths"] == [-(-number // multiple) * multiple for number in used]
+    rows = [task.get_batch(arguments["data_iterator"])["text"] for _ in used]
+    assert [row.shape for row in rows] == [(1, length // cp) for length in arguments["row_lengths"]]
+    with pytest.raises(StopIteration):
+        next(arguments["data_iterator"])
+
+
+@pytest.mark.parametrize("flags, ranks", [(PACKED, 1), ("--pipeline-model-parallel-size 2", 2)])
+def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
+    task = make_task("bert", folder, flags, ranks)
+    assert "row_lengths" not in task.micro_batches(iter(batches(task)), 2, 4)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_is_known_of_a_sample_follows_its_tokens_into_a_row(rank, folder, monkeypatch):
+    task = make_task("bert", folder, f"{PACKED} --context-parallel-size 2 --tensor-model-parallel-size 2", 4)
+    on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
+    (given, *_) = batches(task)
+    given["sample_index"][2] = -1  # it evens out a batch of an evaluation
+    row = task.get_batch(iter([{**given, "pair_weight": 0.5}]))
+    tokens, count = {}, 0
+    for index, *line in zip(given["sample_index"].tolist(), given["text"], given["padding_mask"], given["is_random"]):
+        tokens[index] = (line[0][: int(line[1].sum())].tolist(), int(line[2]))
+        count += len(tokens[index][0])
+    assert row["pair_weight"] == 0.5 and row["text"].shape[1] == -(-count // 4) * 4 // 2
+    for text, index, place in zip(*(row[name][0].tolist() for name in ("text", "sample_index", "position_ids"))):
+        assert index in tokens and text == tokens[index][0][place] or index == -1 and text == 0
+    starts = [row["sample_index"][0, first].item() for first in row["first_tokens"]]
+    assert (row["position_ids"][0, row["first_tokens"]] == 0).all()
+    assert len(starts) == int((row["position_ids"] == 0).sum())
+    assert row["counts"].tolist() == [index >= 0 for index in starts] and row["counts"].any()
+    for index, is_random in zip(starts, row["is_random"].tolist(), strict=True):
+        assert index == -1 or is_random == tokens[index][1]
+
+
+def test_pairs_of_one_context_parallel_rank_count(folder, monkeypatch):
+    task = make_task("bert", folder, "--context-parallel-size 2", 2)
+    (given, *_) = batches(task)
+    given["sample_index"][1] = -1
+    order = given["padding_mask"].sum(1).argsort(descending=True, stable=True)
+    for rank, expected in ((0, (given["sample_index"] >= 0)[order]), (1, torch.zeros(4, dtype=torch.bool))):
+        on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
+        batch = task.get_batch(iter([given]))
+        assert torch.equal(batch["counts"], expected) and batch["pair_weight"] == 0.0
+        assert int(batch["labels"].min()) == 0
+
+
+def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
+    task = make_task("bert", folder)
+    logits = torch.tensor([[2.0, 0], [0, 0], [1, 3]], dtype=torch.bfloat16, requires_grad=True)
+    batch = {"is_random": torch.tensor([0, 1, 0]), "counts": torch.tensor([True, False, True]), "pair_weight": 3.0,
+             "loss_mask": torch.tensor([[1, 0], [1, 1], [0, 1]])}  # fmt: skip
+    losses = torch.arange(6.0).view(3, 2)
+    order = float(np.log1p(np.exp(-2.0)) + np.log1p(np.exp(2.0)))
+    loss, num_tokens, report = task.loss_func(batch, (losses, logits))
+    assert loss.item() == pytest.approx(10 + 3 * order, rel=1e-6) and loss.dtype == torch.float32 and num_tokens == 4
+    assert report["sop loss"].tolist() == pytest.approx([order, 2], rel=1e-6)
+    assert report["sop loss"].dtype == torch.float64 and not report["sop loss"].requires_grad
+    exact = task.loss_func(batch, (losses.double(), logits.double()))[2]["sop loss"]
+    assert exact[0].item() == pytest.approx(order, rel=1e-14)
+    loss, _, report = task.loss_func(batch, (losses, None))
+    assert loss == 10 and report.keys() == {"lm loss"}

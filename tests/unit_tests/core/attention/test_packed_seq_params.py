@@ -22,6 +22,14 @@ def test_padding_is_a_document_and_where_keys_have_none_one_without_queries():
     assert longest == [(128, 128), (64, 128)] and own.cu_seqlens_q.dtype == torch.int32
 
 
+def test_rows_without_padding_have_no_documents_where_the_host_can_know(monkeypatch):
+    whole = torch.tensor([128, 128])
+    assert PackedSeqParams.of_padding(whole, 128) is None
+    assert PackedSeqParams.of_padding(LENGTHS, 128).cu_seqlens_q.tolist() == [0, 3, 128, 256, 256]
+    monkeypatch.setattr(packed_seq_params, "host_may_read", lambda x: False)
+    assert PackedSeqParams.of_padding(whole, 128).cu_seqlens_q.tolist() == [0, 128, 128, 256, 256]
+
+
 def test_boundaries_that_move_to_a_device_stay_known_to_the_host():
     meta = torch.device("meta")
     own, other = PackedSeqParams.of_lengths(LENGTHS, 128), PackedSeqParams.of_keys(LENGTHS, 64, 128)
