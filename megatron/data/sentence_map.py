@@ -107,8 +107,15 @@ def build_blocks_mapping(
 
 def long_documents(bounds: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """bool[documents]: has a sentence of more than ``LONG_SENTENCE`` tokens."""
-    before = np.concatenate([[0], np.cumsum(sizes > LONG_SENTENCE)])
-    return before[bounds[1:]] > before[bounds[:-1]]
+    first = int(bounds[0])
+    before = np.concatenate([[0], np.cumsum(sizes[first : int(bounds[-1])] > LONG_SENTENCE)])
+    return before[bounds[1:] - first] > before[bounds[:-1] - first]
+
+
+def gives_samples(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> np.ndarray:
+    """bool[documents]: has enough sentences, none of which is too long where there are several."""
+    counts = np.diff(bounds)
+    return (counts >= max(1, min_num_sent)) & ((counts < 2) | ~long_documents(bounds, sizes))
 
 
 def no_samples_reason(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) -> str:

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ from megatron.training.config.resolve import resolve
 from megatron.training.exits.endings import tell_launcher
 from megatron.training.notices import notices
 from megatron.training.rules.common import impossible_values
+from megatron.training.rules.inputs import input_problems
 from megatron.training.rules.run_all import check
 
 logger = logging.getLogger(__name__)
@@ -36,6 +38,9 @@ DESCRIPTION = (
     "Both - and _ are accepted inside names, --name=value too; names are not abbreviated. Values in brackets are "
     "defaults. docs/reference/flags.md says which flags are available."
 )
+
+SECONDS_TO_SPEAK = 0.5
+"""The launcher ends the first rank, which speaks for all, as soon as it sees that another has ended."""
 
 ExtraArgsProvider = Callable[[argparse.ArgumentParser], Any]
 
@@ -122,7 +127,7 @@ def validate_args(cfg: PretrainConfig, world_size: int, *, announce: bool = True
         raise ConfigError(problems)
     resolved = resolve(cfg, world_size)
     if problems := check(resolved):
-        raise ConfigError(problems)
+        raise ConfigError(problems + input_problems(resolved, problems))
     if announce:
         for sentence in notices(cfg, resolved):
             notice(logger, "%s", sentence)
@@ -137,6 +142,7 @@ def exit_on_config_error(prog: str = "") -> Iterator[None]:
     except ConfigError as error:
         tell_launcher(str(error))
         if not is_first_rank():
+            time.sleep(SECONDS_TO_SPEAK)
             raise SystemExit(2) from None
         cli.report_and_exit(error, prog)
 
@@ -194,8 +200,9 @@ def _further_problems(cfg: PretrainConfig, problems: list[Problem]) -> list[Prob
     if cfg.use_checkpoint_args or cfg.load_hf:
         return []
     misread = {problem.flag for problem in problems}
-    found = check(resolve(cfg, launched_world_size() or smallest_world_size(cfg)))
-    return [problem for problem in found if problem.flag not in misread]
+    resolved = resolve(cfg, launched_world_size() or smallest_world_size(cfg))
+    found = [problem for problem in check(resolved) if problem.flag not in misread]
+    return found + input_problems(resolved, problems + found)
 
 
 def smallest_world_size(cfg: PretrainConfig) -> int:

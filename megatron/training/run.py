@@ -7,20 +7,20 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from megatron.core import parallel_state
 from megatron.core.config.cli import ConfigError
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, all_of
 from megatron.core.config.optimizer import MixedPrecisionConfig, RegularizationConfig
 from megatron.core.config.transformer_config import values_of
-from megatron.core.dist_checkpointing.exchange import from_first_rank
-from megatron.core.groups.process_groups import ProcessGroups
+from megatron.core.dist_checkpointing.exchange import together
+from megatron.core.groups.process_groups import Group, ProcessGroups
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.schedules.learning_rate import get_optimizer_param_scheduler
-from megatron.core.tokenizers import build_tokenizer
 from megatron.training import initialize
 from megatron.training.arguments import log_arguments, validate_args
 from megatron.training.checkpoint.checkpointer import Checkpointer
@@ -40,6 +40,7 @@ from megatron.training.hooks.base import Hook, RunInfo
 from megatron.training.hooks.build import build_hooks
 from megatron.training.hooks.data_files import data_file_hooks
 from megatron.training.report.dry_run import dry_run_report
+from megatron.training.rules.inputs import check_inputs
 from megatron.training.start.parallelize import build_model, parallelize, report_choices, report_parameters
 from megatron.training.tasks.base import Task
 from megatron.training.train_state import TrainState
@@ -101,9 +102,8 @@ def _refuse(error: UserError) -> int:
 def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks: Sequence[Hook] = ()) -> int:
     with ExitConditions(cfg) as exits:  # a signal during the start stops the run before its first iteration
         groups = initialize.initialize_megatron(cfg, watchdog.store)
-        from_first_rank(lambda: check_save_folder(cfg), groups.world)
+        tokenizer = _checked_inputs(cfg, groups.world)
         log_arguments(cfg)
-        tokenizer = build_tokenizer(cfg) if cfg.tokenizer_type is not None else None
         parts = build_components(cfg, make_task(cfg, tokenizer), groups)
         check_build(parts, cfg)
         info = run_info(cfg, parts)
@@ -126,6 +126,24 @@ def _run(cfg: PretrainConfig, make_task: TaskFactory, watchdog: Watchdog, hooks:
         finally:
             trainer.hooks.on_train_end(parts.state)
             parts.checkpointer.close()
+
+
+def _checked_inputs(cfg: PretrainConfig, world: Group) -> Any:
+    """The tokenizer. UserError, before anything is built or written: all that is wrong with it, with the data and with
+    --save, which one rank looks at for all."""
+    built = []
+
+    def check() -> None:
+        inputs = partial(check_inputs, cfg, samples_per_split(cfg), files=world.is_first)
+        calls: list[Callable[[], Any]] = [lambda: built.append(inputs())]
+        all_of(calls + [partial(check_save_folder, cfg)] * world.is_first)
+
+    try:
+        together(check, world, UserError)
+    except UserError as error:
+        error.reported = not world.is_first  # which says it for all
+        raise
+    return built[0]
 
 
 def _train_and_evaluate(trainer: Trainer) -> int:
@@ -158,11 +176,21 @@ def build_components(cfg: PretrainConfig, task: Task, groups: ProcessGroups) -> 
         cfg, model, optimizer, scheduler, groups=groups, tokenizer=task.tokenizer,
         architecture=None if described is None else settings_of_weights(described),
     )  # fmt: skip
-    state = checkpointer.load()
+    parts = Components(task, groups, model, optimizer, scheduler, TrainState(), checkpointer)
+    try:
+        return _load(parts, cfg)
+    except BaseException:
+        checkpointer.unlock()
+        raise
+
+
+def _load(parts: Components, cfg: PretrainConfig) -> Components:
+    """``parts`` with the checkpoint's state and the data."""
+    task, groups = parts.task, parts.groups
+    state = parts.checkpointer.load()
     if state is None and cfg.load_hf:
-        load_hf_weights(cfg.load_hf, model, optimizer, groups)
-    state = state or TrainState()
-    parts = Components(task, groups, model, optimizer, scheduler, state, checkpointer)
+        load_hf_weights(cfg.load_hf, parts.model, parts.optimizer, groups)
+    parts.state = state or parts.state
     train, valid, test = task.train_valid_test_datasets_provider(samples_per_split(cfg))
     if not cfg.skip_train:
         parts.train_iterator = train_iterator(cfg, train, parts.state, groups)

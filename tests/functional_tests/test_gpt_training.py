@@ -134,8 +134,9 @@ def test_a_second_start_into_a_used_folder_is_refused_or_starts_over(gloo_pool, 
     argv = [*data_flags(dataset, save), "--save-interval", "4"]
     assert gloo_pool.run(train, world_size, argv) == [0] * world_size
     before = contents(save)
-    for code, message in gloo_pool.run(train_with_errors, world_size, argv):
-        assert code == 1 and f"--load {save}" in message and "--start-over" in message
+    codes, messages = zip(*gloo_pool.run(train_with_errors, world_size, argv))
+    assert set(codes) == {1} and f"--load {save}" in messages[0] and "--start-over" in messages[0]
+    assert not any(messages[1:]), "the first rank says it for all"
     assert contents(save) == before
     assert gloo_pool.run(train, world_size, [*argv, "--start-over"]) == [0] * world_size
     kept = {path for path in before if path.parent != save}

@@ -47,7 +47,7 @@ TRAINING = {
     "train_state": "core",
     "notices": "config",
     "model_description": "core config",
-    "rules": "core config model_description",
+    "rules": "core config data model_description",
     "exits": "core config train_state",
     "observe": "core",
     "hooks": "core config exits observe train_state",
@@ -65,8 +65,8 @@ TRAINING = {
     "trainer": "core checkpoint checks components config evaluate exits hooks initialize observe start",
     "watchdog": "core config exits hooks initialize observe start tasks train_state",
     "run":
-        "core arguments checkpoint checks components config data evaluate exits hooks initialize report start tasks "
-        "train_state trainer watchdog",
+        "core arguments checkpoint checks components config data evaluate exits hooks initialize report rules start "
+        "tasks train_state trainer watchdog",
     "entry": "arguments config report run tasks",
     "verify": "core components config data exits run tasks trainer",
 }

@@ -19,11 +19,16 @@ class UserError(ValueError):
     """The message has been written, by this process or by one that speaks for it."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 span" and "2 spans"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
     """The results of ``calls``, every one of which is made.
 
     Raises:
-        UserError: what was wrong in any of them, a line each; of their own class where that is one.
+        UserError: what was wrong in any of them, each line once; of their own class where that is one.
     """
     results: list[Result] = []
     found: dict[str, UserError] = {}
@@ -31,7 +36,7 @@ def all_of(calls: Iterable[Callable[[], Result]]) -> list[Result]:
         try:
             results.append(call())
         except UserError as error:
-            found[str(error)] = error
+            found |= dict.fromkeys(str(error).splitlines(), error)
     if found:
         kinds = {type(error) for error in found.values()}
         raise (kinds.pop() if len(kinds) == 1 else UserError)("\n".join(found))

@@ -70,6 +70,32 @@ class BlendedMegatronDatasetBuilder:
             return [None] * len(Split)
         return all_of(partial(self._build_split, split) for split in Split)
 
+    def check(self) -> None:
+        """Raise what :meth:`build` raises of files that cannot be read and splits without a sample; builds no index."""
+        all_of(partial(self._check_split, split) for split in Split)
+
+    def _check_split(self, split: Split) -> None:
+        size, blend, bounds = self.sizes[split.value], self._blend(split), self._bounds(split)
+        if size == 0 or blend is None or bounds is None:
+            return
+        empty: list[EmptySplitError] = []
+
+        def check(prefix: str) -> None:
+            try:
+                self._build_source(prefix, split, bounds, size, self.cls.check_source)
+            except EmptySplitError as error:
+                empty.append(error)
+
+        all_of(partial(check, prefix) for prefix in blend[0])
+        # what ``build`` does without: a test that nobody named, and sources of a blend by size
+        spared = split is Split.test and self.config.blend_per_split is None
+        by_size = blend[1] is None and not (self.config.multiple_validation_sets and split is Split.valid)
+        if empty and not spared and (len(empty) == len(blend[0]) or not by_size):
+            raise EmptySplitError("\n".join(map(str, empty)))
+
+    def _bounds(self, split: Split) -> tuple[float, float] | None:
+        return WHOLE if self.config.split_matrix is None else self.config.split_matrix[split.value]
+
     def _blend(self, split: Split) -> Blend | None:
         if self.config.blend_per_split is not None:
             return self.config.blend_per_split[split.value]
@@ -88,8 +114,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_wanted(self, split: Split) -> Any:
         size, config = self.sizes[split.value], self.config
-        blend = self._blend(split)
-        bounds = WHOLE if config.split_matrix is None else config.split_matrix[split.value]
+        blend, bounds = self._blend(split), self._bounds(split)
         if size == 0:
             return None
         if bounds is None or (blend is None and not config.mock):
@@ -166,11 +191,13 @@ class BlendedMegatronDatasetBuilder:
             logger.warning("%s left out of the %s blend: %s", number, split.name, left_out[0])
         return datasets
 
-    def _build_source(self, prefix: str | None, split: Split, bounds: tuple[float, float], size: int | None) -> Any:
+    def _build_source(
+        self, prefix: str | None, split: Split, bounds: tuple[float, float], size: int | None, make: Any = None
+    ) -> Any:
         source = self._open(prefix)
         first, last = split_range(bounds, self.cls.numel_low_level_dataset(source))
         dtype = np.int32 if last <= np.iinfo(np.int32).max else np.int64
-        return self.cls(source, prefix, np.arange(first, last, dtype=dtype), size, split, self.config)
+        return (make or self.cls)(source, prefix, np.arange(first, last, dtype=dtype), size, split, self.config)
 
     def _open(self, prefix: str | None) -> Any:
         """The low-level data set of a prefix, opened once for all splits."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
 from megatron.data.blend import Split
@@ -72,14 +72,12 @@ class GPTDataset(MegatronDataset):
     ):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: GPTDatasetConfig = config
-        self.extra_token = int(config.add_extra_token_to_sequence)
         self._pad = _padding_id(config)
         self._eod = _end_of_document(config)
         self._vocab_size = config.vocab_size
         if self._vocab_size is None and config.tokenizer is not None:
             self._vocab_size = config.tokenizer.vocab_size
-        self.tokens_per_epoch = self._count_tokens()
-        self.plan = self._plan()
+        self.check_documents()
         self.num_epochs = self.plan.num_epochs
         indices = self._build_or_load()
         self.document_index = indices.document_index
@@ -173,6 +171,12 @@ class GPTDataset(MegatronDataset):
         chosen = lengths[first : first + count] if self.documents_are_a_range else lengths[self.indices]
         return int(chosen.sum(dtype=np.int64))
 
+    def check_documents(self) -> None:
+        """Counts tokens and the epochs that they are needed for."""
+        self.extra_token = int(self.config.add_extra_token_to_sequence)
+        self.tokens_per_epoch = self._count_tokens()
+        self.plan = self._plan()
+
     def _drops_partial(self) -> bool:
         return self.index_split != Split.valid or self.config.drop_last_partial_validation_sequence
 
@@ -184,7 +188,7 @@ class GPTDataset(MegatronDataset):
             tokens = plan.num_epochs * self.tokens_per_epoch
             if count_samples(tokens, length, self._drops_partial(), extra) > 0:
                 return plan
-        what = "a full pass" if self.num_samples is None else f"{self.num_samples} samples"
+        what = "a full pass" if self.num_samples is None else counted(self.num_samples, "sample")
         raise EmptySplitError(
             f"{what} of {self.index_split.name} asked of {self.dataset_path or 'mock data'}, but that split has "
             f"{len(self.indices)} documents with {self.tokens_per_epoch} tokens, and one sample needs "

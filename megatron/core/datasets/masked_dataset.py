@@ -16,18 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from megatron.core.config.errors import UserError
+from megatron.core.config.errors import UserError, counted
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.megatron_dataset import EmptySplitError, MegatronDataset, special_id
 from megatron.data.blend import Split
 from megatron.data.index_cache import Layout
 from megatron.data.indexed_dataset import IndexedDataset, resolve_prefix
-from megatron.data.sentence_map import NoSamplesError, build_mapping, long_documents
+from megatron.data.sentence_map import NoSamplesError, build_mapping, gives_samples, long_documents, no_samples_reason
 from megatron.data.word_masking import CONTINUATION, MaskingRule
 
 logger = logging.getLogger(__name__)
 
 SPECIAL_ROLES = ("cls", "sep", "mask", "pad", "bos", "eos", "eod", "unk")
+CHECKED_AT_ONCE = 2**16
 SENTENCES = "tools/preprocess_data.py --split-sentences"
 
 
@@ -65,6 +66,11 @@ class MaskedWordPieceDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self, s3_cache_path: str | None) -> None:
         super().__post_init__(s3_cache_path)
+        if self.tokenizer is not None:
+            self.check()
+
+    def check(self) -> None:
+        """UserError: no sample can be made with these values and this tokenizer. Without one, only data sets ask."""
         if found := list(self.problems()):
             raise UserError("\n".join(found))
 
@@ -136,6 +142,7 @@ class MaskedWordPieceDataset(MegatronDataset):
     ):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         self.config: MaskedWordPieceDatasetConfig = config
+        config.check()
         self.target_length = config.sequence_length - config.num_special_places
         self.vocab_size: int = config.vocab_size or config.tokenizer.vocab_size
         self.ids = {role: special_id(config.tokenizer, role) for role in SPECIAL_ROLES}
@@ -214,12 +221,24 @@ class MaskedWordPieceDataset(MegatronDataset):
         shared = any(index == pad for role, index in self.ids.items() if role != "pad")
         return pad if not shared or self.config.allow_ambiguous_pad_tokens else -1
 
-    def _build_or_load(self) -> np.ndarray:
-        config, bounds, sizes = self.config, self.dataset.document_indices, self.dataset.sequence_lengths
+    def check_documents(self) -> None:
+        """Looks at documents up to the first that gives a sample, some thousands at a time."""
+        bounds, sizes, least = self._bounds(), self.dataset.sequence_lengths, self.config.min_sentences
+        for start in range(0, len(bounds) - 1, CHECKED_AT_ONCE):
+            some = bounds[start : start + CHECKED_AT_ONCE + 1]
+            if gives_samples(some, sizes, least).any():
+                return
+        raise EmptySplitError(self._empty(no_samples_reason(bounds, sizes, least), bounds))
+
+    def _bounds(self) -> np.ndarray:
+        """int64[documents + 1]: the first sentence of each document of the split, then the one behind the last."""
         if not len(self.indices):
             raise EmptySplitError(self._empty("it has no documents"))
         assert self.documents_are_a_range
-        bounds = bounds[int(self.indices[0]) : int(self.indices[-1]) + 2]
+        return self.dataset.document_indices[int(self.indices[0]) : int(self.indices[-1]) + 2]
+
+    def _build_or_load(self) -> np.ndarray:
+        config, bounds, sizes = self.config, self._bounds(), self.dataset.sequence_lengths
         single = int(np.diff(bounds).max()) <= 1
         if single and config.min_sentences == 1:
             logger.warning(
@@ -251,7 +270,7 @@ class MaskedWordPieceDataset(MegatronDataset):
 
     def _empty(self, reason: str, bounds: np.ndarray | None = None) -> str:
         """``bounds``: of the split's documents, where it has some."""
-        what = "a full pass" if self.num_samples is None else f"{self.num_samples} samples"
+        what = "a full pass" if self.num_samples is None else counted(self.num_samples, "sample")
         share = f"give that split a larger share in --split (now {self.config.split}) or more data"
         fix, sizes = f"{share}, or ask no samples of it (--eval-iters 0)", self.dataset.sequence_lengths
         if bounds is not None and len(sizes) < len(self.dataset.document_indices):

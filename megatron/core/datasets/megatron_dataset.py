@@ -51,6 +51,17 @@ class MegatronDataset(ABC):
         self.index_split = index_split
         self.config = config
 
+    @classmethod
+    def check_source(cls, *source: Any) -> None:
+        """Raise EmptySplitError where the constructor, called with these arguments, would; builds no index."""
+        unbuilt = cls.__new__(cls)
+        MegatronDataset.__init__(unbuilt, *source)
+        unbuilt.check_documents()
+
+    def check_documents(self) -> None:
+        """Raise EmptySplitError if the documents give no sample, going by what this class's constructor has set."""
+        return
+
     @property
     def documents_are_a_range(self) -> bool:
         """Whether ``indices`` are consecutive."""

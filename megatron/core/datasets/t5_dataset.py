@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megatron.core.config.errors import counted
 from megatron.core.datasets.masked_dataset import MaskedWordPieceDataset, MaskedWordPieceDatasetConfig
 from megatron.core.datasets.megatron_dataset import special_id
 from megatron.data.word_masking import MaskingRule, expected_masks, mask_words
@@ -50,13 +51,13 @@ class T5MaskedWordPieceDatasetConfig(MaskedWordPieceDatasetConfig):
         if self.sequence_length_decoder < masked + spans + 1:
             yield (
                 f"--decoder-seq-length {self.sequence_length_decoder}: with --encoder-seq-length {self.sequence_length}"
-                f" and --mask-prob {self.masking_probability} the decoder has about {masked} masked tokens, {spans} "
-                f"sentinels and a start token to take; at least {masked + spans + 1}"
+                f" and --mask-prob {self.masking_probability} the decoder has about {counted(masked, 'masked token')}, "
+                f"{counted(spans, 'sentinel')} and a start token to take; at least {masked + spans + 1}"
             )
         if len(self.sentinels) < spans:
             yield (
-                f"--vocab-extra-ids: the tokenizer has {len(self.sentinels)} sentinels, but a sample has about {spans} "
-                f"spans; give --vocab-extra-ids {max(100, spans)}"
+                f"--vocab-extra-ids: the tokenizer has {counted(len(self.sentinels), 'sentinel')}, but a sample has "
+                f"about {counted(spans, 'span')}; give --vocab-extra-ids {max(100, spans)}"
             )
         if special_id(self.tokenizer, "bos") is None and special_id(self.tokenizer, "pad") is None:
             yield "--tokenizer-type: the tokenizer has neither a bos nor a pad token, with which decoder inputs start"

@@ -49,7 +49,7 @@ def from_first_rank(make: Callable[[], T], group: Group) -> T:
     return together(only_first, group)[0]
 
 
-def together(action: Callable[[], T], group: Group, error: type[CheckpointError] = CheckpointError) -> list[T]:
+def together(action: Callable[[], T], group: Group, error: type[UserError] = CheckpointError) -> list[T]:
     """Run ``action`` on every rank and gather the results (JSON). If any rank raised, all raise, naming the first rank.
 
     A bug (neither a ``UserError`` nor an ``OSError``) stays the exception that it is on the rank that has it.
@@ -62,7 +62,7 @@ def together(action: Callable[[], T], group: Group, error: type[CheckpointError]
         result = action()
     except (ValueError, OSError) as problem:
         caught, damaged = problem, isinstance(problem, CheckpointDamagedError)
-        message = str(problem) if isinstance(problem, CheckpointError) else f"{type(problem).__name__}: {problem}"
+        message = str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
     replies = all_gather_json([message, damaged, result], group)
     failures = [(rank, text, kind) for rank, (text, kind, _) in enumerate(replies) if text is not None]
     if caught is not None and not isinstance(caught, UserError | OSError):

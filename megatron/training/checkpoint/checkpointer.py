@@ -133,6 +133,10 @@ class Checkpointer:
         """Lets another job write to --save (the end of the process does so too)."""
         if self._background is not None:
             self._background.close()
+        self.unlock()
+
+    def unlock(self) -> None:
+        """Ends a start that was refused: nothing was written, and no save is under way. Not collective."""
         for lock in self._locks:
             lock.release()
 

@@ -25,12 +25,22 @@ class SaveLock:
     """Keeps a second job from writing to the same --save.
 
     A POSIX record lock on ``<folder>/.lock``: the system drops it when its process ends, however it ends, so that a
-    dead job's lock never needs cleaning. The file's text says who holds it.
+    dead job's lock never needs cleaning. The file's text says who holds it. A folder to which nothing was written is
+    left as it was found.
     """
 
     def __init__(self, folder: str | os.PathLike, flag: str = "--save") -> None:
         self.flag = flag
         self.path = Path(folder) / LOCK
+        self._made = [each for each in (Path(folder), *Path(folder).parents) if not os.path.lexists(each)]
+        self._taken = False
+        self._open(folder)
+        assert self._descriptor is not None
+        while not os.fstat(self._descriptor).st_nlink:  # a job that ended has removed it in the meantime
+            os.close(self._descriptor)
+            self._open(folder)
+
+    def _open(self, folder: str | os.PathLike) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             # O_NOFOLLOW: a link planted here would have this job write into whatever file it points to
@@ -39,7 +49,8 @@ class SaveLock:
         except OSError as error:
             if self.path.is_symlink():
                 raise CheckpointError(f"{self.path}: is a symbolic link; remove it, or choose another --save") from None
-            raise CheckpointError(f"{flag} {folder}: cannot be written ({error.strerror}); choose another") from None
+            reason = f"cannot be written ({error.strerror}); choose another"
+            raise CheckpointError(f"{self.flag} {folder}: {reason}") from None
         try:
             self._take(self._descriptor, folder)
         except BaseException:
@@ -54,6 +65,7 @@ class SaveLock:
             raise CheckpointError(f"{self.path}: is not a lock file of training; remove it, or choose another --save")
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._taken = True
         except (BlockingIOError, PermissionError):
             holder = text.decode("utf-8", errors="replace").strip()
             raise CheckpointError(
@@ -69,5 +81,10 @@ class SaveLock:
     def release(self) -> None:
         """Lets the next job in."""
         if self._descriptor is not None:
+            with suppress(OSError):
+                if self._taken and os.listdir(self.path.parent) == [LOCK]:
+                    self.path.unlink()
+                    for folder in self._made:
+                        folder.rmdir()
             os.close(self._descriptor)
             self._descriptor = None

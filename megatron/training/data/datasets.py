@@ -8,11 +8,15 @@ from functools import partial
 from typing import Any
 
 from megatron.core.config.errors import all_of
+from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.schedules import batch_size as batch_sizes
 from megatron.data.blend import get_blend_and_blend_per_split
 from megatron.data.indexed_dataset import resolve_prefix
 from megatron.data.sidecar import check_sidecar
+from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.config.pretrain_config import PretrainConfig
 
 logger = logging.getLogger(__name__)
@@ -60,17 +64,46 @@ def data_source_options(cfg: PretrainConfig, tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def data_set_of(cfg: PretrainConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """The class of a model family's data sets, and their configuration.
+
+    Without a ``tokenizer`` it tells which documents give samples, and no sample can be made.
+    """
+    options = data_source_options(cfg, tokenizer)
+    if cfg.model_family == "gpt":
+        bounds = "reset_position_ids", "reset_attention_mask", "eod_mask_loss"
+        options |= {name: getattr(cfg, name) for name in bounds}
+        options["vocab_size"] = None if tokenizer is None else tokenizer.vocab_size
+        return MockGPTDataset if cfg.mock_data else GPTDataset, GPTDatasetConfig(**options)
+    options |= {
+        "masking_probability": cfg.mask_prob,
+        "short_sequence_probability": cfg.short_seq_prob,
+        "masking_max_ngram": LONGEST_NGRAM[cfg.model_family],
+        "masking_do_full_word": True,
+    }
+    if cfg.model_family == "bert":
+        options["classification_head"] = cfg.bert_binary_head
+        return BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig(**options)
+    options |= {"sequence_length_decoder": cfg.decoder_seq_length, "masking_use_geometric_distribution": True}
+    return T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig(**options)
+
+
 def check_tokenizer_of_data(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> None:
     """Refuses data tokenized with another tokenizer (``ValueError``); one warning for data that does not say.
 
     Data sets made elsewhere have no record beside them; their token ids are checked as samples are drawn.
     """
-    blends = [config.blend, *(config.blend_per_split or [])]
-    prefixes = all_of(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
-    sidecars = all_of(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)
-    silent = [prefix for prefix, sidecar in zip(prefixes, sidecars) if sidecar is None]
+    silent = sources_without_record(config, tokenizer)
     if silent:
         logger.warning(
             "%d data set(s) do not say which tokenizer made them (the first: %s); token ids are checked against the"
             " vocabulary of %d as samples are drawn", len(silent), silent[0], tokenizer.vocab_size,
         )
+
+
+def sources_without_record(config: BlendedMegatronDatasetConfig, tokenizer: Any) -> list[str]:
+    """Prefixes of data that does not say which tokenizer made it; ``ValueError`` for data that names another one."""
+    blends = [config.blend, *(config.blend_per_split or [])]
+    prefixes = all_of(partial(resolve_prefix, prefix) for blend in blends if blend is not None for prefix in blend[0])
+    sidecars = all_of(partial(check_sidecar, prefix, tokenizer) for prefix in prefixes)
+    return [prefix for prefix, sidecar in zip(prefixes, sidecars) if sidecar is None]

@@ -1,10 +1,11 @@
 """Rules about the data of BERT and T5: tokenizers and lengths of samples, as far as flags tell. What the files and the
-tokenizer itself say is refused where data sets are built (``core/datasets/masked_dataset.py``)."""
+tokenizer themselves say: ``inputs.py``."""
 
 from __future__ import annotations
 
 import math
 
+from megatron.core.config.errors import counted
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, problem
 
@@ -57,7 +58,7 @@ def samples_have_words_to_mask(cfg: PretrainConfig) -> Problems:
         return
     words = cfg.seq_length - places
     if words < 2:
-        reason = f"leaves {max(words, 0)} tokens for text, {places} are special"
+        reason = f"leaves {counted(max(words, 0), 'token')} for text, {places} are special"
         yield problem(cfg, "seq_length", reason, f"at least {places + 2}")
     elif cfg.mask_prob * words < 1:
         fix = f"at least {math.ceil(1000 / words) / 1000:g}"
@@ -72,8 +73,10 @@ def the_decoder_takes_the_spans(cfg: PretrainConfig) -> Problems:
     masked, spans = expected_masks(cfg.seq_length or 0, cfg.mask_prob, LONGEST_NGRAM["t5"])
     given, extra, need = cfg.decoder_seq_length, cfg.vocab_extra_ids, masked + spans + 1
     if given is not None and given < need:
-        reason = f"is less than about {masked} masked tokens of a sample, {spans} sentinels and a start token"
+        tokens, sentinels = counted(masked, "masked token"), counted(spans, "sentinel")
+        reason = f"is less than about {tokens} of a sample, {sentinels} and a start token"
         yield problem(cfg, "decoder_seq_length", reason, f"at least {need}; or a smaller --mask-prob")
     fixed = cfg.tokenizer_type in WITH_WORD_PIECES and not cfg.tokenizer_special_tokens
     if fixed and extra and extra < spans:
-        yield problem(cfg, "vocab_extra_ids", f"is less than about {spans} spans of a sample", str(max(100, spans)))
+        reason = f"is less than about {counted(spans, 'span')} of a sample"
+        yield problem(cfg, "vocab_extra_ids", reason, str(max(100, spans)))

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from megatron.core import parallel_state
 from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
-from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig
 from megatron.core.models.bert import BertModel
 from megatron.core.models.bert.bert_layer_specs import get_bert_block_spec
 from megatron.core.models.bert.bert_model import LabelsAt
-from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, laid_end_to_end, longest_first
+from megatron.training.data.datasets import data_set_of
 from megatron.training.initialize import training_device
 from megatron.training.model_description import most_masked, predicted_per_rank
 from megatron.training.tasks.base import NumSamples
@@ -52,12 +51,7 @@ class BertTask(LanguageModelTask):
         cfg = self.cfg
         if cfg.mock_data:
             return mock_data(self, num_samples)
-        config = BERTMaskedWordPieceDatasetConfig(
-            **self.masking_options(),
-            masking_max_ngram=LONGEST_NGRAM["bert"],
-            classification_head=cfg.bert_binary_head,
-        )
-        return self.datasets(BERTMaskedWordPieceDataset, config, num_samples)
+        return self.datasets(*data_set_of(cfg, self.tokenizer), num_samples)
 
     def global_batch(self, data_iterator: Iterator[dict], num_microbatches: int) -> Iterator[dict]:
         """The same micro-batches with ``pair_weight``, of a pair of texts beside a masked token: masked tokens per pair

@@ -10,12 +10,11 @@ import numpy as np
 from torch import Tensor, nn
 
 from megatron.core.attention.packed_seq_params import PackedSeqParams
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank
-from megatron.training.data.datasets import data_source_options
+from megatron.training.data.datasets import data_set_of
 from megatron.training.model_description import layers_of_spec
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, on_device
@@ -43,16 +42,7 @@ class GPTTask(LanguageModelTask):
 
     def train_valid_test_datasets_provider(self, num_samples: NumSamples) -> tuple[Any, Any, Any]:
         """GPT data sets (blended, split) from the data flags."""
-        cfg = self.cfg
-        kind = MockGPTDataset if cfg.mock_data else GPTDataset
-        config = GPTDatasetConfig(
-            **data_source_options(cfg, self.tokenizer),
-            reset_position_ids=cfg.reset_position_ids,
-            reset_attention_mask=cfg.reset_attention_mask,
-            eod_mask_loss=cfg.eod_mask_loss,
-            vocab_size=self.tokenizer.vocab_size,
-        )
-        return self.datasets(kind, config, num_samples)
+        return self.datasets(*data_set_of(self.cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """tokens, labels, loss_mask, position_ids [b, s], sample_index [b]; ``documents`` where they stay apart.

@@ -17,7 +17,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.description.model import ModelDescription
 from megatron.core.pipeline_parallel.stages import pipeline_stages
 from megatron.training.data.batch import to_device
-from megatron.training.data.datasets import NumSamples, check_tokenizer_of_data, data_source_options
+from megatron.training.data.datasets import NumSamples, check_tokenizer_of_data
 from megatron.training.initialize import training_device
 from megatron.training.model_description import describe_run
 from megatron.training.tasks.base import Task
@@ -67,15 +67,6 @@ class LanguageModelTask(Task):
         """Data sets of a ``kind``, blended and split, whose tokenizer is that of the data."""
         check_tokenizer_of_data(config, self.tokenizer)
         return tuple(BlendedMegatronDatasetBuilder(kind, list(num_samples), lambda: True, config).build())
-
-    def masking_options(self) -> dict[str, Any]:
-        """What data sets with masked words have in common."""
-        return {
-            **data_source_options(self.cfg, self.tokenizer),
-            "masking_probability": self.cfg.mask_prob,
-            "short_sequence_probability": self.cfg.short_seq_prob,
-            "masking_do_full_word": True,
-        }
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Masked sum of the token losses ``output`` fp32 [b, s]."""

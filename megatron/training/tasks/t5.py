@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset, T5MaskedWordPieceDatasetConfig
 from megatron.core.models.t5 import T5Model
 from megatron.core.models.t5.t5_spec import get_t5_block_specs
-from megatron.data.word_masking import LONGEST_NGRAM
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.data.batch import get_batch_on_this_cp_rank, longest_first
+from megatron.training.data.datasets import data_set_of
 from megatron.training.tasks.base import NumSamples
 from megatron.training.tasks.language_model import LanguageModelTask, mock_data, on_device
 
@@ -47,13 +46,7 @@ class T5Task(LanguageModelTask):
         cfg = self.cfg
         if cfg.mock_data:
             return mock_data(self, num_samples)
-        config = T5MaskedWordPieceDatasetConfig(
-            **self.masking_options(),
-            sequence_length_decoder=cfg.decoder_seq_length,
-            masking_max_ngram=LONGEST_NGRAM["t5"],
-            masking_use_geometric_distribution=True,
-        )
-        return self.datasets(T5MaskedWordPieceDataset, config, num_samples)
+        return self.datasets(*data_set_of(cfg, self.tokenizer), num_samples)
 
     def get_batch(self, data_iterator: Iterator[dict]) -> dict[str, Any]:
         """text_enc [b, e], text_dec, labels (0 in the padding), loss_mask [b, s], sample_index [b]; ``lengths`` [b], on

@@ -171,8 +171,35 @@ def test_what_is_not_a_lock_of_ours_is_left_alone(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == open_files
     SaveLock(save).release()
     lock.write_text('{"host": "' + "x" * 300)
-    SaveLock(save).release()
+    held = SaveLock(save)
     assert json.loads(lock.read_text()[:200])["pid"] == os.getpid()
+    held.release()
+
+
+def test_a_folder_to_which_nothing_was_written_is_left_as_it_was_found(tmp_path):
+    SaveLock(tmp_path / "a" / "b").release()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "a").mkdir()
+    held, file = SaveLock(tmp_path / "a"), tmp_path / "a" / "file"
+    assert in_child(lambda: SaveLock(tmp_path / "a") and 0) == 70
+    assert file.with_name(".lock").exists(), "another job's lock stays"
+    file.touch()
+    held.release()
+    assert {path.name for path in file.parent.iterdir()} == {".lock", "file"}
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(tmp_path, monkeypatch):
+    take, first = SaveLock._take, []
+
+    def late(self, descriptor, folder):
+        if not first:
+            first.append((tmp_path / ".lock").unlink())
+        take(self, descriptor, folder)
+
+    monkeypatch.setattr(SaveLock, "_take", late)
+    held = SaveLock(tmp_path)
+    assert os.fstat(held._descriptor).st_ino == (tmp_path / ".lock").stat().st_ino
+    held.release()
 
 
 # ---- trackers

@@ -72,7 +72,20 @@ def config(kind, prefix, tokenizer=None, **options):
 
 def build(kind, prefix, sizes=(None, 0, 0), **options):
     classes = {"bert": BERTMaskedWordPieceDataset, "t5": T5MaskedWordPieceDataset}
-    return BlendedMegatronDatasetBuilder(classes[kind], sizes, lambda: True, config(kind, prefix, **options)).build()
+    builder = BlendedMegatronDatasetBuilder(classes[kind], sizes, lambda: True, config(kind, prefix, **options))
+    refusal = None
+    try:
+        builder.check()
+    except EmptySplitError as error:
+        refusal = str(error)
+    try:
+        return builder.build()
+    except EmptySplitError as error:
+        refusal, found = None, refusal
+        assert found == str(error), "check() says what build() says, without an index"
+        raise
+    finally:
+        assert refusal is None
 
 
 def train(kind, prefix, size=None, **options):

@@ -23,7 +23,7 @@ def problems(family, text, world_size=1):
     ("bert", "GPT2BPETokenizer --merge-file m", "--tokenizer-type GPT2BPETokenizer", "no tokens for cls, sep and mask"),
     ("bert", "ByteLevelTokenizer --bert-no-binary-head", "--tokenizer-type", "no tokens for cls, sep and mask"),
     ("bert", "BertWordPieceCase --seq-length 4 --max-position-embeddings 4", "--seq-length 4", "at least 5"),
-    ("bert", "BertWordPieceCase --seq-length 4 --mask-prob 0.4", "--seq-length 4", "leaves 1 tokens for text"),
+    ("bert", "BertWordPieceCase --seq-length 4 --mask-prob 0.4", "--seq-length 4", "leaves 1 token for text"),
     ("bert", "BertWordPieceCase --mask-prob 0.03", "--mask-prob 0.03", "not one of the 29 tokens of a sample; at least "
      "0.035"),
     ("t5", "BertWordPieceCase --seq-length 3", "--seq-length 3", "at least 4"),
@@ -51,7 +51,7 @@ def test_random_samples_need_no_words_to_mask(family, lengths):
 def test_a_length_is_named_as_it_was_given():
     text = TINY.replace("--seq-length 32", "--encoder-seq-length 3") + "--decoder-seq-length 16 --vocab-extra-ids 9 "
     found = check(resolve(parse_args((text + WORDS + "BertWordPieceCase").split(), model_family="t5"), 1))
-    assert any(str(each).startswith("--encoder-seq-length 3: leaves 1 tokens") for each in found)
+    assert any(str(each).startswith("--encoder-seq-length 3: leaves 1 token") for each in found)
 
 
 @pytest.mark.parametrize("family, text, reason", [

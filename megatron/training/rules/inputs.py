@@ -1,0 +1,87 @@
+"""What the tokenizer and the data files themselves say against a run, beside what flags say.
+
+Asked where rules refuse a start, so that one message holds everything; and alone, before a model is built and anything
+is written, where they do not. No index is built for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.config.cli import Problem, flags_of
+from megatron.core.config.errors import UserError, all_of
+from megatron.core.config.tokenizer import TokenizerConfig
+from megatron.training.config.pretrain_config import PretrainConfig
+
+DATA_FLAGS = {
+    "--data-path", "--data-args-path", "--per-split-data-args-path", "--train-data-path", "--valid-data-path",
+    "--test-data-path", "--split", "--mock-data", "--dataloader-type",
+}  # fmt: skip
+"""A problem with one of them leaves open which files are meant."""
+
+
+class Line(Problem):
+    """A problem whose ``reason`` is the whole text; ``flag`` is its first word."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Problem]:
+    """What the inputs add to the ``known`` problems, as far as flags without a problem name them."""
+    if cfg.dry_run:  # asks about flags, not about the machine that it runs on
+        return []
+    flags = {problem.flag for problem in known}
+    tokenizer_flags = {name for spec in flags_of(TokenizerConfig) for name in spec.names}
+    # no length is better than a guess, but every sample has one: the shortest has the fewest spans
+    guess = dataclasses.replace(
+        cfg, seq_length=cfg.seq_length or 8, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length or 8
+    )
+    wanted = 0 if cfg.skip_train else 1, int(cfg.eval_iters > 0), 0
+    try:
+        check_inputs(guess, wanted, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS)
+    except UserError as error:
+        found = [Line(line.split()[0].rstrip(":"), line) for line in str(error).splitlines()]
+        return [line for line in found if line.flag not in flags]
+    return []
+
+
+def check_inputs(
+    cfg: PretrainConfig, num_samples: Sequence[int | None], *, tokenizer: bool = True, files: bool = True
+) -> Any:
+    """The tokenizer; None where there is none to build.
+
+    Args:
+        num_samples: wanted of train, valid and test.
+        tokenizer: build it, and ask what its samples need.
+        files: look into the data files.
+
+    Raises:
+        UserError: a line for everything that is wrong.
+    """
+    # here: --help does without numpy and the libraries of tokenizers
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.tokenizers import build_tokenizer
+    from megatron.training.data.datasets import data_set_of, sources_without_record
+
+    built: list[Any] = []
+    own_data = cfg.needs_data and not cfg.mock_data and cfg.dataloader_type != "external"
+
+    def build() -> None:
+        built.append(build_tokenizer(cfg))
+
+    def check_samples() -> None:
+        if built and own_data:
+            data_set_of(cfg, built[0])
+
+    def check_files() -> None:
+        kind, config = data_set_of(cfg, None)
+        calls: list[Callable[[], Any]] = [BlendedMegatronDatasetBuilder(kind, num_samples, lambda: True, config).check]
+        all_of(calls + [partial(sources_without_record, config, each) for each in built])
+
+    calls = [build, check_samples] if tokenizer and cfg.tokenizer_type is not None else []
+    all_of([*calls, check_files] if files and own_data else calls)
+    return built[0] if built else None

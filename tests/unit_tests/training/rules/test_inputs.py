@@ -1,0 +1,102 @@
+"""Flags, tokenizer and data files that are wrong are named in one message; a start that is refused builds no index."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.core.config.cli import ConfigError
+from megatron.core.config.errors import UserError
+from megatron.data.indexed_writer import IndexedDatasetBuilder
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.rules.inputs import check_inputs
+from tests.test_utils.tiny_tokenizers import bert_vocab
+
+TINY = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --max-position-embeddings 32 --seq-length 32 --lr 1e-3 "
+    "--micro-batch-size 2 --train-iters 10 --vocab-file vocab.txt --data-path documents --eval-iters 0 "
+)
+ALL = {"bert": TINY, "t5": TINY + "--decoder-seq-length 16 --tokenizer-type BertWordPieceCase ", "gpt": TINY}
+DEFAULTS = {"bert": "BertWordPieceLowerCase", "t5": "BertWordPieceCase", "gpt": "ByteLevelTokenizer"}
+NO_PAIRS = "fewer than 2 sentence(s); its documents were not split into sentences"
+NO_FILES = "no data set at none"
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path, monkeypatch):
+    """Vocabularies with and without [MASK]; documents; sentences, and such as are too long."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nomask.txt").write_text(Path(bert_vocab("vocab.txt")).read_text().replace("[MASK]\n", ""))
+    for name, lengths in {"documents": [9], "long": [600, 9], "sentences": [5, 9]}.items():
+        builder = IndexedDatasetBuilder(f"{name}.bin", dtype=np.uint16)
+        for _ in range(40):
+            builder.add_document(np.full(sum(lengths), 5), lengths)
+        builder.finalize(f"{name}.idx")
+
+
+def refusal(family, text):
+    argv = (ALL[family] + text).split()
+    with pytest.raises(ConfigError) as caught:
+        validate_args(parse_args(argv, model_family=family, args_defaults={"tokenizer_type": DEFAULTS[family]}), 1)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("family, text, expected", [
+    ("bert", "--mask-prob 0.01 --vocab-file nomask.txt", ["--mask-prob 0.01", "nomask.txt lacks [MASK]", NO_PAIRS]),
+    ("bert", "--mask-prob 7 --vocab-file nomask.txt", ["--mask-prob 7", "nomask.txt lacks [MASK]", NO_PAIRS]),
+    ("bert", "--hiden-size 7 --data-path none sentences", ["--hiden-size: unknown", NO_FILES]),
+    ("bert", "--num-attention-heads 3 --data-path long", ["--hidden-size 16", "39 have a sentence of"]),
+    ("bert", "--vocab-file none.txt --data-path none", ["--vocab-file none.txt", NO_FILES]),
+    ("bert", "--tokenizer-type GPT2BPETokenizer --merge-file vocab.txt", ["no tokens for cls", NO_PAIRS]),
+    ("t5", "--decoder-seq-length 2 --vocab-file nomask.txt --data-path none",
+     ["--decoder-seq-length 2", "lacks [MASK]", NO_FILES]),
+    ("t5", "--num-attention-heads 3 --vocab-extra-ids 5 --tokenizer-special-tokens <a> --seq-length 512 "
+     "--decoder-seq-length 128 --max-position-embeddings 512",
+     ["--hidden-size 16", "the tokenizer has 5 sentinels, but a sample has about 18 spans"]),
+    ("t5", "--vocab-extra-ids 1 --mask-prob 0.3 --data-path none", ["--vocab-extra-ids 1: is less", NO_FILES]),
+    ("gpt", "--hidden-size 15 --data-path sentences", ["--hidden-size 15", "holds sentences"]),
+])  # fmt: skip
+def test_flags_tokenizer_and_data_are_refused_in_one_message(tmp_path, family, text, expected):
+    found = refusal(family, text)
+    assert all(sum(part in line for line in found) == 1 for part in expected), found
+    assert len(found) == len(expected), found
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_lengths_that_are_missing_stop_no_other_check():
+    text = TINY.replace("--max-position-embeddings 32 --seq-length 32", "")
+    with pytest.raises(ConfigError) as caught:
+        argv = f"{text} --vocab-extra-ids 3 --data-path none".split()
+        validate_args(parse_args(argv, model_family="t5", args_defaults={"tokenizer_type": DEFAULTS["t5"]}), 1)
+    flags = [problem.flag for problem in caught.value.problems]
+    assert flags == ["--max-position-embeddings", "--seq-length", "--decoder-seq-length", "no"]
+
+
+@pytest.mark.parametrize("text", [
+    "--mask-prob 0.01 --dry-run", "--mask-prob 0.01 --data-path none --mock-data", "--mask-prob 0.01 --split 0,1,0",
+    "--mask-prob 0.01 --data-path sentences",
+])  # fmt: skip
+def test_files_are_left_alone_where_none_are_read_or_nothing_is_wrong_with_them(text):
+    assert all(line.startswith("--") for line in refusal("bert", text))
+
+
+def test_settings_of_a_checkpoint_come_before_all_questions():
+    assert refusal("bert", "--use-checkpoint-args --load x --hiden-size 7 --data-path none") == [
+        "--hiden-size: unknown flag; did you mean --hidden-size or --ffn-hidden-size?"
+    ]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_a_good_start_asks_gives_the_tokenizer(family, tmp_path):
+    data = "documents" if family == "gpt" else "sentences"
+    argv = (ALL[family] + f"--data-path {data}").split()
+    parsed = parse_args(argv, model_family=family, args_defaults={"tokenizer_type": DEFAULTS[family]})
+    cfg = validate_args(parsed, 1)
+    assert check_inputs(cfg, (20, 0, 0)).tokenizer_type == DEFAULTS[family]
+    assert check_inputs(cfg, (20, 0, 0), tokenizer=False) is None
+    assert not (tmp_path / data).exists(), "no index is built"
+    other = validate_args(parse_args(argv[:-1] + ["none"], model_family=family, args_defaults={
+        "tokenizer_type": DEFAULTS[family]}), 1)  # fmt: skip
+    assert check_inputs(other, (20, 0, 0), files=False) is not None
+    with pytest.raises(UserError, match=NO_FILES):
+        check_inputs(other, (20, 0, 0))
