@@ -73,7 +73,7 @@ def most_masked(cfg: PretrainConfig) -> int:
 def predicted_per_rank(cfg: PretrainConfig) -> int | None:
     """At how many places of each row BERT's head predicts: as many as can be masked, on each context-parallel rank,
     since all of them may be one rank's. None: at all places (other models too)."""
-    if cfg.model_family != "bert" or cfg.sequence_parallel or cfg.use_packed_sequence:
+    if cfg.model_family != "bert" or cfg.sequence_parallel:
         return None
     most = most_masked(cfg)
     return most if most < cfg.seq_length // cfg.context_parallel_size else None

@@ -115,10 +115,12 @@ class BertTask(LanguageModelTask):
         return {**on_device(batch, documents), "pair_weight": weight}
 
     def _predicted_only(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Where the head predicts at k places of each row (``predicted_per_rank``): these, masked tokens first, as
-        ``predicted`` [b, k], and labels and loss_mask [b, k] of them alone."""
+        """Where the head predicts at k places of each row (``predicted_per_rank``; of a packed row its masked tokens):
+        these, masked tokens first, as ``predicted`` [b, k], and labels and loss_mask [b, k] of them alone."""
         if (most := predicted_per_rank(self.cfg)) is None:
             return batch
+        if self.cfg.use_packed_sequence:  # one row of another length each time
+            most = max(1, int(batch["loss_mask"].count_nonzero()))
         predicted = batch["loss_mask"].argsort(dim=1, descending=True, stable=True)[:, :most]
         kept = {name: batch[name].gather(1, predicted) for name in ("labels", "loss_mask")}
         return {**batch, **kept, "predicted": predicted}
@@ -133,7 +135,7 @@ class BertTask(LanguageModelTask):
         begun = document[row["first_tokens"]]
         row["is_random"], row["counts"] = row["is_random"][begun], row["sample_index"][begun] >= 0
         row["sample_index"] = row["sample_index"][document][None]
-        return on_device(row, documents)
+        return on_device(self._predicted_only(row), documents)
 
     def loss_func(self, batch: dict[str, Tensor], output: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum of the losses of masked tokens and, weighted by ``pair_weight``, of the order of pairs. ``output``:
