@@ -47,15 +47,9 @@ from megatron.training.model_description import PROGRAMS  # noqa: E402
 from megatron.training.report.pipeline import stages_of  # noqa: E402
 
 LEFT_OUT = (
-    CheckpointConfig,
-    DataConfig,
-    LearningRateConfig,
-    LoggingConfig,
-    MixedPrecisionConfig,
-    ProfilingConfig,
-    TokenizerConfig,
-    ValidationConfig,
-)
+    CheckpointConfig, DataConfig, LearningRateConfig, LoggingConfig, MixedPrecisionConfig, ProfilingConfig,
+    TokenizerConfig, ValidationConfig,
+)  # fmt: skip
 """Groups of settings that go back to their defaults: no part of a layout."""
 VOCAB_SIZE = 61
 LARGEST_BUCKET = 3000  # elements: several buckets in a small model too

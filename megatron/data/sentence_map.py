@@ -129,15 +129,9 @@ def no_samples_reason(bounds: np.ndarray, sizes: np.ndarray, min_num_sent: int) 
 
 
 def build_mapping_numpy(
-    bounds: np.ndarray,
-    sizes: np.ndarray,
-    num_epochs: int,
-    max_samples: int,
-    max_length: int,
-    short_ratio: int,
-    seed: int,
-    min_sentences: int,
-) -> np.ndarray:
+    bounds: np.ndarray, sizes: np.ndarray, num_epochs: int, max_samples: int, max_length: int, short_ratio: int,
+    seed: int, min_sentences: int,
+) -> np.ndarray:  # fmt: skip
     """The twin of ``build_mapping`` in C++."""
     draws = _words(np.random.RandomState(seed % 2**32))
 
@@ -160,15 +154,9 @@ def build_mapping_numpy(
 
 
 def build_blocks_mapping_numpy(
-    bounds: np.ndarray,
-    sizes: np.ndarray,
-    title_sizes: np.ndarray,
-    num_epochs: int,
-    max_samples: int,
-    max_length: int,
-    seed: int,
-    min_sentences: int,
-) -> np.ndarray:
+    bounds: np.ndarray, sizes: np.ndarray, title_sizes: np.ndarray, num_epochs: int, max_samples: int,
+    max_length: int, seed: int, min_sentences: int,
+) -> np.ndarray:  # fmt: skip
     """The twin of ``build_blocks_mapping`` in C++."""
     titles = title_sizes.tolist()
     least = min_sentences

@@ -163,13 +163,9 @@ class BlendedMegatronDatasetBuilder:
         return BlendedDataset(datasets, lengths, None if size is None else min(size, sum(lengths)), self.config)
 
     def _build_sources(
-        self,
-        prefixes: list[str],
-        split: Split,
-        bounds: tuple[float, float],
-        sizes: Sequence[int | None],
+        self, prefixes: list[str], split: Split, bounds: tuple[float, float], sizes: Sequence[int | None],
         skip_empty: bool = False,
-    ) -> list[Any]:
+    ) -> list[Any]:  # fmt: skip
         """One data set per prefix, several at a time; sources without a sample are left out if ``skip_empty``."""
 
         left_out: list[EmptySplitError] = []

@@ -165,12 +165,9 @@ class Worker:
         return len(lengths)
 
     def _add_sentences(
-        self,
-        texts: Sequence[str],
-        split: Callable[[str], list[str]],
-        builder: IndexedDatasetBuilder,
+        self, texts: Sequence[str], split: Callable[[str], list[str]], builder: IndexedDatasetBuilder,
         record: PartRecord,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """One sequence a sentence; sentences and documents without tokens are left out."""
         sentences = [split(text) for text in texts]
         everything = [sentence for document in sentences for sentence in document]
