@@ -59,9 +59,9 @@ def test_random_samples_have_the_form_of_those_of_the_data(kind, folder):
             assert (sample["loss_mask"] <= outer).all() and outer[0] == 1 and (np.diff(outer) <= 0).all()
 
 
-@pytest.mark.parametrize("kind", MASKS)
-def test_parameters_are_those_of_the_description(kind, folder):
-    task = make_task(kind, folder)
+@pytest.mark.parametrize("kind, flags", [("bert", ""), ("bert", "--bert-no-binary-head"), ("t5", "")])
+def test_parameters_are_those_of_the_description(kind, flags, folder):
+    task = make_task(kind, folder, flags)
     assert task.num_parameters() == sum(parameter.numel() for parameter in task.model_provider().parameters()) - (
         task.description().padding
     )
@@ -257,3 +257,27 @@ def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
     assert exact[0].item() == pytest.approx(order, rel=1e-14)
     loss, _, report = task.loss_func(batch, (losses, None))
     assert loss == 10 and report.keys() == {"lm loss"}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_t5_has_its_longest_texts_first_and_their_lengths_on_the_host(rank, folder, monkeypatch):
+    task = make_task("t5", folder, "--context-parallel-size 2", 2)
+    on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
+    (given, *_) = batches(task)
+    lengths, order = given["enc_mask"].sum(1).sort(descending=True, stable=True)
+    assert order.tolist() != sorted(order)
+    batch = task.get_batch(iter([given]))
+    assert torch.equal(batch["lengths"], lengths) and torch.equal(batch["sample_index"], given["sample_index"][order])
+    given["labels"] = given["labels"].clamp(min=0)
+    for name in ("text_enc", "text_dec", "labels", "loss_mask"):
+        assert torch.equal(batch[name], zigzag.local_part(given[name][order], rank, 2)), name
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_random_samples_are_their_own_in_every_split(kind, folder):
+    task = make_task(kind, folder)
+    task.cfg = dataclasses.replace(task.cfg, mock_data=True)
+    splits = task.train_valid_test_datasets_provider((3, 2, None))
+    assert [len(split) for split in splits] == [3, 2, language_model.MOCK_SAMPLES]
+    texts = [sample["labels"].tolist() for split in splits for sample in (split[0], split[1])]
+    assert len(set(map(tuple, texts))) == 6 and splits[0][1]["labels"].tolist() == texts[1]

@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel.actions import Schedule
 from megatron.core.pipeline_parallel.p2p import Messages, MessageShape
 from megatron.core.pipeline_parallel.runtime import PipelineRun, Work, iterators_of_chunks
 from megatron.core.pipeline_parallel.schedule_interleaved import interleaved
+from megatron.core.pipeline_parallel.schedule_plain import forward_only
 from megatron.core.pipeline_parallel.schedule_zero_bubble import zero_bubble
 from megatron.core.sharding.placement import Ones
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -53,16 +54,17 @@ def batches():
     return list(torch.randn(BATCHES, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
 
 
-def run(schedule: Schedule, chunks, outputs=None, shapes=((2, WIDTH),)):
+def run(schedule: Schedule, chunks, outputs=None, shapes=((2, WIDTH),), kind=Messages, mean=False, **options):
     def forward_step(iterator, chunk):
         output = chunk(next(iterator))
         if outputs is not None:
             outputs.append(weakref.ref(output))
-        return output, lambda out: (out.sum(), torch.tensor(out.numel()), {"loss": out.sum()})
+        return output, lambda out: (out.sum(), *[torch.tensor(out.numel())] * (not mean), {"loss": out.sum()})
 
-    work = Work(forward_step, chunks, iterators_of_chunks(iter(batches()), len(chunks)))
+    transform = options.pop("loss_transform", None)
+    work = Work(forward_step, chunks, iterators_of_chunks(iter(batches()), len(chunks)), transform)
     shape = MessageShape(shapes, torch.float64, torch.device("cpu"))
-    return PipelineRun(schedule, 0, work, Messages(schedule, SINGLE_PROCESS, shape)).run()
+    return PipelineRun(schedule, 0, work, kind(schedule, SINGLE_PROCESS, shape), **options).run()
 
 
 def gradients(chunks):
@@ -124,9 +126,63 @@ def test_iterators_for_other_numbers_of_chunks_are_refused():
         iterators_of_chunks([iter(())] * 3, 2)
 
 
+def test_one_iterator_is_read_once_for_all_chunks():
+    batches = iter([1, 2])
+    (alone,) = iterators_of_chunks(batches, 1)
+    assert alone is batches and iterators_of_chunks(None, 2) == [None, None]
+    assert [list(each) for each in iterators_of_chunks(batches, 2)] == [[1, 2]] * 2
+
+
 def test_a_later_stage_needs_a_way_to_take_its_input():
     with pytest.raises(ValueError, match="Identity is a later pipeline stage: it needs set_input_tensor"):
         run(interleaved(1, 2, 1), [Chunk(True), nn.Identity()])
+
+
+@pytest.mark.parametrize("options, ahead", [({}, 1), ({"lookahead": 0}, 0), ({"lookahead": 2}, 2)])
+def test_receives_are_posted_so_many_actions_ahead(options, ahead):
+    schedule, posted = interleaved(1, 2, BATCHES, 2), []
+
+    class Noted(Messages):
+        receiving = False
+
+        def post(self, action):
+            if not self.receiving:
+                posted.append(action)
+            super().post(action)
+
+        def receive(self, action):
+            self.receiving = True  # it posts what is missing
+            found = super().receive(action)
+            self.receiving = False
+            return found
+
+    run(schedule, [Chunk(True), Chunk(False)], kind=Noted, **options)
+    (actions,) = schedule.actions
+    assert posted == [soon for index in range(len(actions)) for soon in actions[index : index + 1 + ahead]]
+
+
+class WithOwnLoss(Chunk):
+    """Notes what it is told of the main loss."""
+
+    def __init__(self, first):
+        super().__init__(first)
+        self.scales, self.counts = [], []
+
+    def set_loss_scale(self, scale):
+        self.scales.append(scale)
+
+    def check_loss(self, num_tokens):
+        self.counts.append(num_tokens)
+
+
+def test_models_with_losses_of_their_own_hear_what_the_main_loss_is():
+    chunks = [WithOwnLoss(True), WithOwnLoss(False)]
+    run(interleaved(1, 2, BATCHES, 2), chunks, loss_transform=lambda loss: loss / 3)
+    assert [chunk.scales for chunk in chunks] == [[torch.ones((), dtype=torch.float64) / 3]] * 2
+    assert [chunk.counts for chunk in chunks] == [[], [2 * WIDTH] * BATCHES]  # the last one has the main loss
+    run(interleaved(1, 2, BATCHES, 2), chunks, mean=True)
+    run(forward_only(1, BATCHES, 2), chunks, loss_transform=lambda loss: loss / 3)
+    assert [len(chunk.scales) for chunk in chunks] == [1, 1] and chunks[1].counts[BATCHES:] == [None] * BATCHES
 
 
 class TwoStreams(Chunk):

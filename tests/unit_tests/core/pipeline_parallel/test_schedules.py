@@ -1,10 +1,14 @@
 """Both conventions of loss functions, and gradients that accumulate over micro-batches."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron.core.config.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.pipeline_parallel.results import split_loss
 
 
@@ -48,6 +52,57 @@ def test_forward_only_leaves_no_gradient():
     model = torch.nn.Linear(3, 1)
     run(model, [torch.randn(2, 3)], lambda output: (output.sum(), torch.tensor(2), {}), forward_only=True)
     assert model.weight.grad is None
+
+
+def test_a_model_and_an_iterator_may_stand_alone_or_in_lists():
+    model, batches = torch.nn.Linear(3, 1, bias=False), [torch.randn(2, 3) for _ in range(3)]
+
+    def forward_step(iterator, chunk):
+        return chunk(next(iterator)), lambda output: (output.sum(), torch.tensor(2), {})
+
+    for data, chunks in ((iter(batches), model), ([iter(batches)], (model,))):
+        model.weight.grad = None
+        call = {"data_iterator": data, "model": chunks, "num_microbatches": 2}
+        get_forward_backward_func()(forward_step_func=forward_step, **call)
+        torch.testing.assert_close(model.weight.grad, torch.cat(batches[:2]).sum(dim=0, keepdim=True))
+
+
+def test_tokens_are_counted_exactly():
+    model, told, counts = torch.nn.Linear(3, 1, bias=False), [], iter([2**24, 1])
+    model.config = ModelParallelConfig(finalize_model_grads_func=lambda chunks, num_tokens: told.append(num_tokens))
+    run(model, [torch.randn(2, 3)] * 2, lambda output: (output.sum(), torch.tensor(next(counts)), {}))
+    assert told == [2**24 + 1]
+
+
+def test_other_data_than_losses_are_collected_without_a_backward_pass():
+    model, batches = torch.nn.Linear(3, 1), [torch.randn(2, 3) for _ in range(2)]
+    results = run(model, batches, lambda output, non_loss_data: (non_loss_data, output), collect_non_loss_data=True)
+    assert [result.num_tokens.item() for result in results] == [0, 0] and model.weight.grad is None
+    for result, batch in zip(results, batches, strict=True):
+        assert result.non_loss[0] is True and torch.equal(result.non_loss[1], model(batch))
+
+
+def test_only_ranks_of_a_pipeline_run_its_schedules(monkeypatch):
+    for axis in ("dp", "pp"):
+        groups = dataclasses.replace(SINGLE_PROCESS, **{axis: Group(axis, (0, 1), 0)})
+        monkeypatch.setattr(schedules.parallel_state, "get_process_groups", lambda groups=groups: groups)
+        assert (get_forward_backward_func() is schedules.forward_backward_pipelining) == (axis == "pp")
+
+
+@pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda:3")])
+@pytest.mark.parametrize("sequence_parallel, length", [(False, 32), (True, 8)])
+def test_stages_pass_on_their_part_of_the_sequence_or_what_the_model_says(
+    backend, device, sequence_parallel, length, monkeypatch
+):
+    axes = {name: Group(name, tuple(range(size)), 0) for name, size in (("cp", 2), ("tp", 4))}
+    groups = dataclasses.replace(SINGLE_PROCESS, **axes)
+    monkeypatch.setattr(schedules.dist, "get_backend", lambda handle: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    config = SimpleNamespace(sequence_parallel=sequence_parallel, hidden_size=5, pipeline_dtype=torch.float16)
+    shape = schedules.message_shape(SimpleNamespace(config=config), groups, (64, 40), 3)
+    assert shape == (((length, 3, 5),), torch.float16, torch.device(device), *shape[3:])
+    of_its_own = SimpleNamespace(config=config, message_shapes=lambda lengths, size: [(*lengths, size)])
+    assert schedules.message_shape(of_its_own, groups, (64, 40), 3).shapes == ((64, 40, 3),)
 
 
 def test_a_mean_loss_counts_once_per_micro_batch():
