@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.core.config.tokenizer import TOKENIZER_FILES
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.config.resolve import needs_built_in_layers, overlaps_without_halves
 
@@ -86,6 +87,11 @@ def _without_effect(given: PretrainConfig, resolved: PretrainConfig) -> Iterator
             "--position-embedding-type learned_absolute: added to what latent attention rotates by itself; "
             "--position-embedding-type rope trains without"
         )
+    needed = TOKENIZER_FILES.get(resolved.tokenizer_type or "", ("tokenizer_model",))
+    files = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if name in given.explicit - {*needed}]
+    if files and not resolved.mock_data:
+        unread, read = (", ".join(f"--{name.replace('_', '-')}" for name in names) for names in (files, needed))
+        yield f"{unread}: no effect with --tokenizer-type {resolved.tokenizer_type}, which reads {read or 'no file'}"
     relative = [f"--{name.replace('_', '-')}" for name in sorted(given.explicit) if name.startswith("relative_att")]
     if relative and resolved.position_embedding_type != "relative":
         yield f"{', '.join(relative)}: no effect without --position-embedding-type relative (pretrain_t5.py)"

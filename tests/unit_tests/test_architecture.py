@@ -45,7 +45,7 @@ CORE = {
 TRAINING = {
     "config": "core",
     "train_state": "core",
-    "notices": "config",
+    "notices": "core config",
     "model_description": "core config",
     "rules": "core config data model_description",
     "exits": "core config train_state",

@@ -14,6 +14,15 @@ TokenizerType = Literal[
     "ByteLevelTokenizer",
 ]  # fmt: skip
 
+TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
+    "BertWordPieceLowerCase": ("vocab_file",),
+    "BertWordPieceCase": ("vocab_file",),
+    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
+    "NullTokenizer": ("vocab_size",),
+    "ByteLevelTokenizer": (),
+}
+"""Flags that tokenizers need; the others: ``tokenizer_model``."""
+
 
 @dataclass(kw_only=True)
 class TokenizerConfig:

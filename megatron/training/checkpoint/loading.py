@@ -40,8 +40,8 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
     """What --load or --pretrained-checkpoint holds, as the first rank sees it. Collective.
 
     Raises:
-        CheckpointError: nothing is there with --exit-on-missing-checkpoint, or --save holds the dense model that
-            --moe-use-upcycling starts from.
+        CheckpointError: nothing is there with --exit-on-missing-checkpoint or --pretrained-checkpoint, or --save holds
+            the dense model that --moe-use-upcycling starts from.
     """
 
     def search() -> list | None:
@@ -56,6 +56,8 @@ def find_start(cfg: PretrainConfig, world: Group) -> Start | None:
                 return [found.directory, found.iteration, found.release, weights_only or found.release, continued_from]
         if cfg.exit_on_missing_checkpoint and cfg.load_hf is None:
             raise CheckpointError(f"--exit-on-missing-checkpoint: {cfg.load} holds no checkpoint")
+        if (base := cfg.pretrained_checkpoint) is not None:
+            raise CheckpointError(f"--pretrained-checkpoint {base}: holds no checkpoint to start from")
         if cfg.load is not None and cfg.load_hf is None:
             logger.warning("WARNING: could not find a checkpoint in %s: starting from scratch", cfg.load)
         return None

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import os
 
+from megatron.core.config.tokenizer import TOKENIZER_FILES
 from megatron.training.config.data import parse_split
 from megatron.training.config.pretrain_config import PretrainConfig
 from megatron.training.rules.common import Problems, missing, names_of, problem
 
 PER_SPLIT = ("train_data_path", "valid_data_path", "test_data_path")
-
-TOKENIZER_FILES: dict[str, tuple[str, ...]] = {
-    "BertWordPieceLowerCase": ("vocab_file",),
-    "BertWordPieceCase": ("vocab_file",),
-    "GPT2BPETokenizer": ("vocab_file", "merge_file"),
-    "NullTokenizer": ("vocab_size",),
-    "ByteLevelTokenizer": (),
-}
-"""Flags that tokenizers need; the others: ``tokenizer_model``."""
 
 
 def one_data_source_is_given(cfg: PretrainConfig) -> Problems:
@@ -85,7 +77,8 @@ def named_files_exist(cfg: PretrainConfig) -> Problems:
     for field in ("vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
         path = getattr(cfg, field)
         if path is not None and not os.path.isfile(path):
-            yield problem(cfg, field, "there is no such file")
+            exists = os.path.exists(path)
+            yield problem(cfg, field, "is no file" if exists else "there is no such file", "give a file" * exists)
     fast = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
     for field in ("load", "save", "pretrained_checkpoint", *fast):
         try:

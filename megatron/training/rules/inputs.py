@@ -17,8 +17,7 @@ from megatron.core.config.tokenizer import TokenizerConfig
 from megatron.training.config.pretrain_config import PretrainConfig
 
 DATA_FLAGS = {
-    "--data-path", "--data-args-path", "--per-split-data-args-path", "--train-data-path", "--valid-data-path",
-    "--test-data-path", "--split", "--mock-data", "--dataloader-type",
+    "--data-path", "--data-args-path", "--per-split-data-args-path", "--train-data-path", "--split", "--mock-data",
 }  # fmt: skip
 """A problem with one of them leaves open which files are meant."""
 
@@ -40,7 +39,7 @@ def input_problems(cfg: PretrainConfig, known: Sequence[Problem]) -> list[Proble
     guess = dataclasses.replace(
         cfg, seq_length=cfg.seq_length or 8, decoder_seq_length=cfg.decoder_seq_length or cfg.seq_length or 8
     )
-    wanted = 0 if cfg.skip_train else 1, int(cfg.eval_iters > 0), 0
+    wanted = 0 if cfg.skip_train else 1, None if cfg.full_validation else int(cfg.eval_iters > 0), 0
     try:
         check_inputs(guess, wanted, tokenizer=not flags & tokenizer_flags, files=not flags & DATA_FLAGS)
     except UserError as error:

@@ -76,6 +76,8 @@ MASKED_LINES = [
     ("bert", "--seq-length 512 --lr-warmup-fraction .01 --tensor-model-parallel-size 2", "--data-impl accepted"),
     ("bert", "--seq-length 512 --activations-checkpoint-method uniform", "--activations-checkpoint-method means"),
     ("bert", "--seq-length 512 --recompute-method uniform", "--recompute-method uniform: no effect without"),
+    ("bert", "--seq-length 512 --merge-file /data/merges.txt", "--merge-file: no effect with --tokenizer-type "
+     "BertWordPieceLowerCase, which reads --vocab-file"),
     ("bert", "--seq-length 512 --warmup .01 --checkpoint-activations", "--warmup means --lr-warmup-fraction"),
     ("t5", f"{SPANS} --vocab-extra-ids 100 --pipeline-model-parallel-size 4 --pipeline-model-parallel-split-rank 2",
      "--pipeline-model-parallel-split-rank accepted without effect: encoder and decoder share one pipeline"),

@@ -102,6 +102,8 @@ def test_nothing_to_load(tmp_path):
     assert Run(settings()).load() is None
     with pytest.raises(CheckpointError, match="--exit-on-missing-checkpoint"):
         Run(settings(load=str(tmp_path), exit_on_missing_checkpoint=True)).load()
+    with pytest.raises(CheckpointError, match="--pretrained-checkpoint none: holds no checkpoint to start from"):
+        Run(settings(load=str(tmp_path / "none"), pretrained_checkpoint="none")).load()
     with pytest.raises(CheckpointError, match="--ckpt-step 7: .*iter_0000007: no checkpoint"):
         Run(settings(tmp_path, ckpt_step=7)).load()
 

@@ -46,6 +46,8 @@ def refusal(family, text):
     ("bert", "--mask-prob 7 --vocab-file nomask.txt", ["--mask-prob 7", "nomask.txt lacks [MASK]", NO_PAIRS]),
     ("bert", "--hiden-size 7 --data-path none sentences", ["--hiden-size: unknown", NO_FILES]),
     ("bert", "--num-attention-heads 3 --data-path long", ["--hidden-size 16", "39 have a sentence of"]),
+    ("bert", "--mask-prob 0.01 --full-validation --data-path 1 sentences 2 sentences",
+     ["--mask-prob", "a full pass of"]),
     ("bert", "--vocab-file none.txt --data-path none", ["--vocab-file none.txt", NO_FILES]),
     ("bert", "--tokenizer-type GPT2BPETokenizer --merge-file vocab.txt", ["no tokens for cls", NO_PAIRS]),
     ("t5", "--decoder-seq-length 2 --vocab-file nomask.txt --data-path none",
@@ -61,6 +63,14 @@ def test_flags_tokenizer_and_data_are_refused_in_one_message(tmp_path, family, t
     assert all(sum(part in line for line in found) == 1 for part in expected), found
     assert len(found) == len(expected), found
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_separate_validation_data_that_is_missing_hides_nothing_of_the_training_data():
+    text = TINY.replace("--data-path documents --eval-iters 0", "--train-data-path none --eval-interval 5")
+    with pytest.raises(ConfigError) as caught:
+        validate_args(parse_args(text.split(), model_family="bert", args_defaults={
+            "tokenizer_type": DEFAULTS["bert"]}), 1)  # fmt: skip
+    assert [problem.flag for problem in caught.value.problems] == ["--valid-data-path", "no"]
 
 
 def test_lengths_that_are_missing_stop_no_other_check():

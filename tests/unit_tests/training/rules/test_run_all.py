@@ -151,6 +151,7 @@ def test_consistent_settings_pass(text):
         ("--train-iters 99999999999", "--train-iters 99999999999: takes 199,999,999,998 samples"),
         ("--num-workers -1", "--num-workers -1: must be at least 0"),
         ("--vocab-file /nowhere/vocab.json", "--vocab-file /nowhere/vocab.json: there is no such file"),
+        ("--vocab-file /tmp", "--vocab-file /tmp: is no file; give a file"),
         (f"--load {__file__}/x", f"--load {__file__}/x: cannot be opened (Not a directory)"),
         (f"--non-persistent-global-ckpt-dir {__file__}/x", f"--non-persistent-global-ckpt-dir {__file__}/x: cannot be"),
         ("--tokenizer-type GPT2BPETokenizer", "--vocab-file: is required by --tokenizer-type GPT2BPETokenizer"),
