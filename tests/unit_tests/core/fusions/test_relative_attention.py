@@ -43,9 +43,9 @@ def check(shape, pairs, dtype, tilings=TILINGS):
     """``shape``: b, a, g, s, t, d, and biases per head."""
     batch, heads, groups, num_queries, num_keys, channels, distances = shape
     sizes = [(num_queries, heads), (num_keys, groups), (num_keys, groups), (num_queries, heads)]
-    # views of [s, b, a, d], as projections write them
+    # views of [s, b, a, d], as projections write them, before numbers that do not belong to them
     tensors = [
-        filled(n, batch, a, channels, dtype=dtype, seed=seed, device=DEVICE).permute(1, 2, 0, 3)
+        filled(n + 32, batch, a, channels, dtype=dtype, seed=seed, device=DEVICE)[:n].permute(1, 2, 0, 3)
         for seed, (n, a) in enumerate(sizes)
     ]  # fmt: skip
     query, key, value, grad = tensors
@@ -68,20 +68,42 @@ def check(shape, pairs, dtype, tilings=TILINGS):
     [
         ((2, 4, 2, 64, 64, 16, 127), Pairs(63)),
         ((2, 2, 2, 64, 64, 16, 127), Pairs(63, None, 0)),
-        ((2, 2, 1, 37, 37, 16, 73), Pairs(36, None, 0, ranges([37, 20], 37))),
+        ((2, 2, 1, 33, 33, 16, 65), Pairs(32, None, 0, ranges([33, 20], 33))),  # a last tile of one key
         ((3, 2, 2, 50, 50, 16, 99), Pairs(49, None, None, ranges([50, 1, 33], 50))),
         ((1, 2, 1, 40, 40, 16, 79), Pairs(39, 9, 5)),
-        ((1, 1, 1, 20, 45, 16, 200), Pairs(90, None, 3)),
-        ((1, 1, 1, 45, 20, 16, 200), Pairs(70, None, -4)),
+        ((1, 1, 1, 16, 64, 16, 200), Pairs(90, None, 3)),  # keys beyond the tiles of queries
+        ((1, 1, 1, 33, 16, 16, 48), Pairs(32)),
+        ((1, 1, 1, 80, 20, 16, 200), Pairs(90, 12, -4)),  # queries after all that they might see
     ],
 )
 def test_the_kernels_equal_the_formula(shape, pairs, monkeypatch):
-    monkeypatch.setattr(module, "_LARGEST", 2 * shape[1] * shape[3] * shape[4])  # of three rows two at a time
+    (batch, heads, groups, num_queries, num_keys, *_), grids = shape, []
+    monkeypatch.setattr(module, "_LARGEST", 2 * heads * num_queries * num_keys)  # of three rows two at a time
+    launch = module._launch
+    monkeypatch.setattr(module, "_launch", lambda *args: grids.append(args[2]) or launch(*args))
     torch.use_deterministic_algorithms(True)  # what is not written is NaN
     try:
         check(shape, pairs, torch.float32, SMALL)
     finally:
         torch.use_deterministic_algorithms(False)
+    of_queries, of_keys = -(-num_queries // 32), -(-num_keys // 16)
+    some = [(of_queries, min(2, batch - first) * heads) for first in range(0, batch, 2)]
+    assert grids == [(of_queries, batch * heads), *some, (of_keys, batch * groups)]
+
+
+def test_a_gradient_may_have_any_strides_a_row_any_size_and_a_bias_16_bits(monkeypatch):
+    monkeypatch.setattr(module, "_LARGEST", 1)
+    *tensors, grad = (filled(2, 1, 16, 16, dtype=torch.float16, seed=seed, device=DEVICE) for seed in range(4))
+    same = grad[..., :1].expand_as(grad)
+    pairs, half = Pairs(15), filled(1, 31, dtype=torch.float16, seed=7, device=DEVICE)
+
+    def results(bias, grad):
+        out, lse = relative_attention(*tensors, bias, SCALE, pairs, SMALL)
+        return out, lse, *relative_attention_backward(grad, (*tensors, out, lse, bias), SCALE, pairs, SMALL)
+
+    for plain, strided in (grad, torch.stack((grad, -grad), -1)[..., 0]), (same.contiguous(), same):
+        wanted, found = results(half.float(), plain), results(half, strided)
+        assert all(torch.equal(*each) for each in zip(found, wanted, strict=True)) and found[-1].dtype == torch.float32
 
 
 @pytest.mark.gpu

@@ -83,6 +83,7 @@ def message(number):
 
 def assert_equal(found, wanted):
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+    assert [each.dtype for each in found] == [each.dtype for each in wanted]
 
 
 @pytest.mark.parametrize("through_engines", [False, True])
