@@ -205,7 +205,10 @@ def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, mult
 @pytest.mark.parametrize("flags, ranks", [(PACKED, 1), ("--pipeline-model-parallel-size 2", 2)])
 def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
     task = make_task("bert", folder, flags, ranks)
-    assert "row_lengths" not in task.micro_batches(iter(batches(task)), 2, 4)
+    iterator = iter(batches(task))
+    found = task.micro_batches(iterator, 2, 4)
+    assert (found.pop("data_iterator") is iterator) == (flags == PACKED)  # elsewhere masked tokens are counted on the way
+    assert found == {"num_microbatches": 2, "micro_batch_size": 4, "seq_length": 32, "decoder_seq_length": None}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

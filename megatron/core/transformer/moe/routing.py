@@ -176,7 +176,7 @@ def quantile_levels(logits: Tensor, bias: Tensor, k: int, sharers: Group) -> Ten
     of a micro-batch: the (m k / e + 1)-th largest of what a logit has above its token's (k + 1)-th best, ``bias``
     counted. ``sharers`` hold the other tokens of its sequences. UserError where e does not divide m k.
     """
-    z = logits.to(maths_dtype(logits)).flatten(0, -2)
+    z = logits.flatten(0, -2)  # at least float32 once the bias is added
     num_experts = z.shape[1]
     above_te = z - (z + bias).kthvalue(num_experts - k, dim=1, keepdim=True).values
     if sharers.size > 1:

@@ -1,5 +1,7 @@
 """The router as a module: its numerics, what it draws, what it counts, what outlives a step."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,12 +9,13 @@ import torch.nn.functional as F
 from megatron.core.config.errors import UserError
 from megatron.core.config.transformer_config import TransformerConfig
 from megatron.core.fusions.dispatch import ByDevice
-from megatron.core.groups.process_groups import SINGLE_PROCESS
+from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.random.dropout import DropoutCoordinates
 from megatron.core.random.philox import DropoutStream
 from megatron.core.sharding.placement import initialize_parameters
 from megatron.core.transformer.context import ForwardContext
 from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe import routing
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.recompute import recompute
 from megatron.core.transformer.side_losses import SideLosses
@@ -144,6 +147,22 @@ def test_quantiles_give_every_expert_as_many_tokens():
     assert spread[-1] < 0.2 * spread[0], spread
     router.eval()(x)
     assert not router.statistics.take(x.device).any()
+
+
+def test_quantiles_are_of_all_tokens_of_shared_sequences_in_float32(monkeypatch):
+    logits, bias = hidden(8, 3, 8, torch.bfloat16), torch.linspace(-1, 1, 8)
+    whole = routing.quantile_levels(logits.float(), bias, 2, SINGLE_PROCESS.cp)
+    assert torch.equal(routing.quantile_levels(logits, bias, 2, SINGLE_PROCESS.cp), whole)
+    parts, sharers = [], Group("cp", (0, 1), 0)
+
+    def begin_all_gather(x, group):
+        assert group is sharers
+        parts.append(x)
+        return SimpleNamespace(wait=lambda: torch.cat(parts[-2:]))
+
+    monkeypatch.setattr(routing, "begin_all_gather", begin_all_gather)
+    first, both = (routing.quantile_levels(half, bias, 2, sharers) for half in logits.chunk(2))
+    assert torch.equal(both, whole) and not torch.equal(first, whole)
 
 
 def test_a_part_of_the_quantiles_stays():
