@@ -202,12 +202,14 @@ def test_stages_know_the_lengths_of_rows_that_the_batches_get(flags, ranks, mult
         next(arguments["data_iterator"])
 
 
-@pytest.mark.parametrize("flags, ranks", [(PACKED, 1), ("--pipeline-model-parallel-size 2", 2)])
+@pytest.mark.parametrize("flags, ranks", [
+    (PACKED, 1), ("--pipeline-model-parallel-size 2", 2), ("--tensor-model-parallel-size 2 --sequence-parallel", 2),
+])  # fmt: skip
 def test_only_rows_that_stages_exchange_have_lengths(flags, ranks, folder):
     task = make_task("bert", folder, flags, ranks)
     iterator = iter(batches(task))
     found = task.micro_batches(iterator, 2, 4)
-    found.pop("data_iterator")
+    assert (found.pop("data_iterator") is iterator) == task.cfg.sequence_parallel  # elsewhere masks are counted
     assert found == {"num_microbatches": 2, "micro_batch_size": 4, "seq_length": 32, "decoder_seq_length": None}
 
 

@@ -119,6 +119,7 @@ def test_outputs_are_let_go_before_their_backward():
     outputs = Counting()
     run(interleaved(1, 2, BATCHES, BATCHES), chunks, outputs)
     assert max(alive) <= 1 and all(reference() is None for reference in outputs)
+    assert chunks[1].received is None  # nor does a model keep its last input
 
 
 def test_iterators_for_other_numbers_of_chunks_are_refused():
@@ -156,9 +157,13 @@ def test_receives_are_posted_so_many_actions_ahead(options, ahead):
             self.receiving = False
             return found
 
+        def finish(self):
+            posted.append("finish")
+
     run(schedule, [Chunk(True), Chunk(False)], kind=Noted, **options)
     (actions,) = schedule.actions
-    assert posted == [soon for index in range(len(actions)) for soon in actions[index : index + 1 + ahead]]
+    soon = [soon for index in range(len(actions)) for soon in actions[index : index + 1 + ahead]]
+    assert posted == [*soon, "finish"]
 
 
 class WithOwnLoss(Chunk):
