@@ -222,3 +222,31 @@ def test_stages_may_pass_on_several_tensors(schedule):
         assert (found is None) == (wanted is None)
         if wanted is not None:
             torch.testing.assert_close(found, wanted)
+
+
+class Wrapped(nn.Module):
+    """A chunk inside another module, as data-parallel wrappers have it."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch):
+        return self.module(batch)
+
+
+class OneStream(TwoStreams):
+    """Leaves the second tensor alone."""
+
+    def forward(self, batch):
+        return torch.tanh(self.linear(self.received[0])[0])
+
+
+def test_a_tensor_that_nothing_needs_sends_zeros_back():
+    parts, whole = ([TwoStreams(True), OneStream(False)] for _ in range(2))
+    run(interleaved(1, 2, BATCHES, 2), [Wrapped(part) for part in parts], shapes=((2, WIDTH), (2, WIDTH)))
+    for batch in batches():
+        whole[1].set_input_tensor(whole[0](batch))
+        whole[1](None).sum().backward()
+    torch.testing.assert_close(parts[0].linear.weight.grad, whole[0].linear.weight.grad)
+    assert parts[0].scale.grad.tolist() == [0] * WIDTH  # of the other tensor

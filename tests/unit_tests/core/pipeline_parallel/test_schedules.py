@@ -89,6 +89,31 @@ def test_only_ranks_of_a_pipeline_run_its_schedules(monkeypatch):
         assert (get_forward_backward_func() is schedules.forward_backward_pipelining) == (axis == "pp")
 
 
+@pytest.mark.parametrize("options, kind", [
+    ({}, "chosen"), ({"forward_only": True}, "forward"), ({"collect_non_loss_data": True}, "forward"),
+])  # fmt: skip
+def test_a_pipeline_runs_the_schedule_of_its_ranks_with_messages_of_its_rows(options, kind, monkeypatch):
+    groups = dataclasses.replace(SINGLE_PROCESS, pp=Group("pp", (0, 1), 1), dp=Group("dp", (0, 1, 2), 2))
+    monkeypatch.setattr(schedules.parallel_state, "get_process_groups", lambda: groups)
+    monkeypatch.setattr(schedules.dist, "get_backend", lambda handle: "gloo")
+    monkeypatch.setattr(schedules, "schedule_of", lambda config, *counts: ("chosen", counts))
+    monkeypatch.setattr(schedules, "forward_only_schedule", lambda pp, number, size: ("forward", (pp, size, number)))
+    monkeypatch.setattr(schedules, "Messages", lambda *given: given)
+    monkeypatch.setattr(schedules, "PipelineRun", lambda *given, lookahead: (*given, lookahead))
+    monkeypatch.setattr(schedules, "_run", lambda run: run)
+    config = SimpleNamespace(sequence_parallel=False, hidden_size=5, pipeline_dtype=torch.half, overlap_p2p_comm=False)
+    chunks = [SimpleNamespace(config=each) for each in (config, None)]
+    given = {"forward_step_func": print, "data_iterator": iter([7]), "model": chunks, "num_microbatches": 6,
+             "seq_length": 16, "micro_batch_size": 3, "loss_transform": abs, **options}  # fmt: skip
+    schedule, rank, work, (same, its_groups, shape), lookahead = schedules.forward_backward_pipelining(**given)
+    assert schedule == same == (kind, (2, 2, 6)) and (rank, lookahead) == (1, 0) and its_groups is groups
+    assert [work.forward_step, work.chunks, work.loss_transform] == [print, chunks, abs]
+    assert work.collect_non_loss_data == ("collect_non_loss_data" in options)
+    assert [next(each) for each in work.iterators] == [7, 7] and shape.shapes == ((16, 3, 5),)
+    rows = schedules.forward_backward_pipelining(**given, row_lengths=[8, 48])[3][2]
+    assert rows.shapes == ((48, 1, 5),) and rows.lengths == (8, 48)
+
+
 @pytest.mark.parametrize("backend, device", [("gloo", "cpu"), ("nccl", "cuda:3")])
 @pytest.mark.parametrize("sequence_parallel, length", [(False, 32), (True, 8)])
 def test_stages_pass_on_their_part_of_the_sequence_or_what_the_model_says(
