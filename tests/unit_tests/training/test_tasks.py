@@ -9,6 +9,7 @@ import torch
 
 from megatron.core import parallel_state
 from megatron.core.attention.context_parallel import zigzag
+from megatron.core.attention.packed_seq_params import PackedSeqParams
 from megatron.core.config.errors import UserError
 from megatron.core.groups.process_groups import SINGLE_PROCESS, Group
 from megatron.core.tokenizers import build_tokenizer
@@ -239,12 +240,14 @@ def test_pairs_of_one_context_parallel_rank_count(folder, monkeypatch):
     task = make_task("bert", folder, "--context-parallel-size 2", 2)
     (given, *_) = batches(task)
     given["sample_index"][1] = -1
-    order = given["padding_mask"].sum(1).argsort(descending=True, stable=True)
+    lengths, order = given["padding_mask"].sum(1).sort(descending=True, stable=True)
+    padding = PackedSeqParams.of_lengths(lengths, 32).all_bounds()
     for rank, expected in ((0, (given["sample_index"] >= 0)[order]), (1, torch.zeros(4, dtype=torch.bool))):
         on_ranks(monkeypatch, cp=Group("cp", (0, 1), rank))
         batch = task.get_batch(iter([given]))
         assert torch.equal(batch["counts"], expected) and batch["pair_weight"] == 0.0
         assert int(batch["labels"].min()) == 0
+        assert batch["documents"].all_bounds() == padding
 
 
 def test_the_order_of_pairs_is_one_loss_beside_that_of_masked_tokens(folder):
