@@ -94,7 +94,7 @@ MAX_FUNCTION_LINES = 80
 MAX_TRITON_LINES = 150
 MAX_CLASS_LINES = 400
 MAX_PARAMETERS = 8
-MAX_LIBRARY_LINES = 46_600  # all of them counted
+MAX_LIBRARY_LINES = 46_425  # all of them counted
 MAX_ENTRY_LINES = 60
 OPTIONAL_IMPORT_HOMES = ("megatron/core/attention/kernels/", "megatron/core/extensions/", "megatron/core/fusions/",
                          "megatron/core/tokenizers/", "megatron/training/hooks/")
