@@ -60,7 +60,7 @@ def describe_run(cfg: PretrainConfig, vocab_size: int) -> ModelDescription:
     described = describe_family(cfg, cfg, vocab_size, spec=spec)
     if cfg.model_family != "bert":
         return described
-    predicted, needed = predicted_per_rank(cfg), min(most_masked(cfg), cfg.seq_length)
+    predicted, needed = predicted_per_rank(cfg), most_masked(cfg)
     computed = cfg.seq_length if predicted is None else predicted * cfg.context_parallel_size
     return with_head_on(described, computed / cfg.seq_length, needed / cfg.seq_length)
 
