@@ -47,9 +47,10 @@ MASKS = {"bert": ("padding_mask", "loss_mask"), "t5": ("dec_mask", "dec_mask")}
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_samples_have_the_form_of_those_of_the_data(kind, folder):
     task = make_task(kind, folder)
-    real = task.train_valid_test_datasets_provider((8, 0, 0))[0]
+    real, written = task.train_valid_test_datasets_provider((8, 0, 0))[0], np.zeros(2, dtype=int)
     for index in range(8):
         made, wanted = task.random_sample(np.random.default_rng(index)), real[index]
+        written += made["loss_mask"].sum(), (made[MASKS[kind][0]] == 1).sum()
         for name in made:
             assert np.shape(made[name]) == np.shape(wanted[name])
             assert np.asarray(made[name]).dtype == np.asarray(wanted[name]).dtype, name
@@ -58,6 +59,7 @@ def test_random_samples_have_the_form_of_those_of_the_data(kind, folder):
             outer, own = (sample[name] for name in MASKS[kind])
             assert np.array_equal(own == 1, sample["labels"] >= 0) and (own <= outer).all()
             assert (sample["loss_mask"] <= outer).all() and outer[0] == 1 and (np.diff(outer) <= 0).all()
+    assert 0 < written[0] < written[1]  # tokens in the loss, and all
 
 
 @pytest.mark.parametrize("kind, flags", [("bert", ""), ("bert", "--bert-no-binary-head"), ("t5", "")])

@@ -69,7 +69,7 @@ def test_a_model_and_an_iterator_may_stand_alone_or_in_lists():
 
 def test_tokens_are_counted_exactly():
     model, told, counts = torch.nn.Linear(3, 1, bias=False), [], iter([2**24, 1])
-    model.config = ModelParallelConfig(finalize_model_grads_func=lambda chunks, num_tokens: told.append(num_tokens))
+    model.config = ModelParallelConfig(finalize_model_grads_func=lambda _, num_tokens: told.append(num_tokens.item()))
     run(model, [torch.randn(2, 3)] * 2, lambda output: (output.sum(), torch.tensor(next(counts)), {}))
     assert told == [2**24 + 1]
 
