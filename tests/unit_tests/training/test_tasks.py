@@ -291,3 +291,12 @@ def test_random_samples_are_their_own_in_every_split(kind, folder):
     assert [len(split) for split in splits] == [3, 2, language_model.MOCK_SAMPLES]
     texts = [sample["labels"].tolist() for split in splits for sample in (split[0], split[1])]
     assert len(set(map(tuple, texts))) == 6 and splits[0][1]["labels"].tolist() == texts[1]
+
+
+def test_a_row_is_predicted_at_its_masked_tokens_alone(folder):
+    task = make_task("bert", folder, PACKED)
+    (given, *_) = batches(task)
+    row = task.get_batch(iter([given]))
+    assert row["predicted"].shape == (1, int(given["loss_mask"].sum())) and row["loss_mask"].all()
+    row = task.get_batch(iter([{**given, "loss_mask": torch.zeros_like(given["loss_mask"])}]))
+    assert row["predicted"].shape == (1, 1) and not row["loss_mask"].any()  # a kernel wants a token

@@ -250,3 +250,8 @@ def test_a_tensor_that_nothing_needs_sends_zeros_back():
         whole[1](None).sum().backward()
     torch.testing.assert_close(parts[0].linear.weight.grad, whole[0].linear.weight.grad)
     assert parts[0].scale.grad.tolist() == [0] * WIDTH  # of the other tensor
+
+
+def test_a_rank_takes_its_own_actions():
+    schedule = zero_bubble(2, BATCHES)
+    assert PipelineRun(schedule, 1, Work(print, [], []), None).actions is schedule.actions[1] != schedule.actions[0]
