@@ -83,11 +83,11 @@ class BertTask(LanguageModelTask):
 
     def _within_bound(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """``batch``, after a check that the head predicts all of its masked tokens."""
-        length, found = batch["loss_mask"].shape[1], int(batch["loss_mask"].count_nonzero(1).max())
-        if found > (most := most_masked(self.cfg)):
+        cfg, found = self.cfg, int(batch["loss_mask"].count_nonzero(1).max())
+        if found > (most := most_masked(cfg)):
             raise UserError(
-                f"--mask-prob {self.cfg.mask_prob}: at most {most} tokens of a sample are predicted, but one has "
-                f"{found} masked; mask fewer, or give the largest share, here {(found - 0.5) / length:.4f}"
+                f"--mask-prob {cfg.mask_prob}: at most {most} tokens of a sample are predicted, but one has "
+                f"{found} masked; mask fewer, or give the largest share, here {(found - 0.5) / cfg.seq_length:.5f}"
             )
         return batch
 
@@ -121,7 +121,8 @@ class BertTask(LanguageModelTask):
             return batch
         if self.cfg.use_packed_sequence:  # one row of another length each time
             most = max(1, int(batch["loss_mask"].count_nonzero()))
-        predicted = batch["loss_mask"].argsort(dim=1, descending=True, stable=True)[:, :most]
+        is_masked = batch["loss_mask"].ne(0).byte()  # weights may be negative
+        predicted = is_masked.argsort(dim=1, descending=True, stable=True)[:, :most]
         kept = {name: batch[name].gather(1, predicted) for name in ("labels", "loss_mask")}
         return {**batch, **kept, "predicted": predicted}
 
