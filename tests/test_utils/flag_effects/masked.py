@@ -22,7 +22,8 @@ def of_samples(name):
             mock.patch.object(language_model, "check_tokenizer_of_data"),
         ):
             builder.return_value.build.return_value = []
-            bert.BertTask(cfg, build_tokenizer(cfg)).train_valid_test_datasets_provider((1, 1, 1))
+            task = bert.BertTask(dataclasses.replace(cfg, model_family="bert"), build_tokenizer(cfg))
+            task.train_valid_test_datasets_provider((1, 1, 1))
         return getattr(builder.call_args.args[-1], name)
 
     return asks
