@@ -174,7 +174,7 @@ class ModelDescription:
     """Multi-token prediction: what follows behind the output layer, on its stage, together with a copy of the
     embedding."""
     needless_flops: float = 0.0
-    """Of one sequence, forward: what a layout computes on top of what the loss needs."""
+    """Forward FLOPs of one sequence that a layout computes and the loss does not need."""
 
     @property
     def pieces(self) -> Iterator[Piece]:
